@@ -124,35 +124,31 @@ class AdaptiveBatches(Batches):
                 " ramp_by_doubling"
             )
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
-        if maximum is not None and not hasattr(maximum, "max_batch_size"):
-            remedy = "give a whole number of rows, or the sizer of an AdaptiveStep"
-            check_whole("maximum", maximum, remedy=remedy)
-        if maximum is None or isinstance(maximum, int):
-            maximum = NoSizer(maximum, sampling.batch_tokens)
+        sizer = _sizer_of(maximum, sampling.batch_tokens)
         self._sampler = None
         if sampler is not None:
             _check_sampler(sampler, sampling)
             self._sampler = SamplerOrder(sampler)
-        rows = dataset
-        if not isinstance(rows, DatasetAdapter):
-            rows = DatasetAdapter(dataset, row_length)
+        is_adapted = isinstance(dataset, DatasetAdapter)
+        rows = dataset if is_adapted else DatasetAdapter(dataset, row_length)
         self._listeners: list[Event] = []
         super().__init__(
             rows,
             batching,
-            maximum,
+            sizer,
             counts_tokens=row_length is not None or reads_tokens(batch_size_schedule),
             order=self._sampler,
             in_script=True,
             event=self.report,
         )
         self.begin_with(batch_size)
-        order = asdict(sampling)
-        # Like another maximum, it does not change the order of rows.
-        del order["grow_beyond_maximum"]
+        # A run may resume only with the same order of rows, which these settings decide.
+        settings = asdict(sampling)
+        # Like `maximum`, `grow_beyond_maximum` does not change the order, so a run may change it.
+        del settings["grow_beyond_maximum"]
         self._built_with = {
             "batch_size": batch_size,
-            **order,
+            **settings,
             "dataset": f"{len(rows)} rows",
             "sampler": None if sampler is None else type(sampler).__name__,
         }
@@ -216,7 +212,7 @@ class AdaptiveBatches(Batches):
         """
         return {
             **super().state_dict(),
-            "order": self._sampler and self._sampler.state_dict(),
+            "order": None if self._sampler is None else self._sampler.state_dict(),
             "built_with": self._built_with,
         }
 
@@ -234,12 +230,24 @@ class AdaptiveBatches(Batches):
         if self._sampler is not None:
             self._sampler.load_state_dict(state["order"])
         self.resume(Progress(**state["progress"]), state["steps"])
-        # A schedule follows the maximum that is found here.
+        # resume() has set the maximum of the saved run. In a script, a schedule is limited by the
+        # maximum of this device alone.
         self.saved_maximum = 0
 
 
+def _sizer_of(maximum: Any, batch_tokens: int | None) -> Sizer:
+    """Return `maximum` if it is a sizer, else a sizer for this number of rows, or for no limit."""
+    if hasattr(maximum, "max_batch_size"):
+        sizer: Sizer = maximum
+        return sizer
+    if maximum is not None:
+        remedy = "give a whole number of rows, or the sizer of an AdaptiveStep"
+        check_whole("maximum", maximum, remedy=remedy)
+    return NoSizer(maximum, batch_tokens)
+
+
 def _check_sampler(sampler: Any, sampling: Sampling) -> None:
-    """Raise if the order of a sampler cannot be used."""
+    """Raise SettingError if the order of a sampler cannot be used."""
     name = type(sampler).__name__
     if distributed.data_parallel_size() > 1:
         remedy = (

@@ -73,7 +73,7 @@ class DatasetAdapter(Dataset[Any]):
         try:
             return self._dataset[number]
         except StopIteration as error:
-            # A loader would end the epoch.
+            # Otherwise the error would end the loop over the loader, and the epoch, in silence.
             raise RuntimeError(f"row {number} of the dataset raised StopIteration") from error
 
     def expect(self, numbers: Sequence[int]) -> None:
@@ -102,7 +102,8 @@ class DatasetAdapter(Dataset[Any]):
         """
         if isinstance(self._row_length, int):
             return self._row_length
-        tokens = (self._row_length or _tokens)(row)
+        measure = self._row_length or _tokens
+        tokens = measure(row)
         try:
             length = index(tokens)
         except TypeError:
@@ -110,6 +111,7 @@ class DatasetAdapter(Dataset[Any]):
         if length < 0:
             remedy = "give a function that returns the tokens of a row: a whole number, 0 or more"
             raise SettingError("row_length", tokens, remedy)
+        # An empty row counts as one token: limits of tokens need rows of 1 or more.
         return max(1, length)
 
     @property
@@ -175,12 +177,14 @@ class ReadAhead:
 
     def __getitem__(self, number: int) -> Any:
         if number not in self._rows and number not in self._expected:
-            # Drop them, or the thread could take the lock for each expected row before this read.
+            # Stop reading ahead, or the thread could take the lock for each expected row before
+            # this read.
             self._expected = {}
         with _reading:
             if number in self._rows:
                 return self._rows.pop(number)
             self._expected.pop(number, None)
+            # All reads are watched (0), or rows are not read ahead anyway (None).
             if not self._reads_to_watch:
                 return self._dataset[number]
             random_state = _random_state()
@@ -211,13 +215,17 @@ class ReadAhead:
             ).start()
 
     def _read(self) -> None:
+        """Read the expected rows until none is left. The lock is free between two rows."""
         while self._is_running:
             with _reading:
                 try:
-                    for number in list(self._expected)[:1]:
+                    # Another thread may have emptied it, as __getitem__ does without the lock.
+                    number = next(iter(self._expected), None)
+                    if number is not None:
                         self._rows[number] = self._dataset[number]
                         self._expected.pop(number, None)
                 except BaseException:
+                    # The row raises its error again where it is read on demand.
                     self._reads_to_watch = None
                     self._expected = {}
                 self._is_running = bool(self._expected)
@@ -230,8 +238,8 @@ def _random_state() -> bytes:
 
 
 def check_loss(loss: Any) -> torch.Tensor:
-    """Return the result of a user's `mean_loss` as one number of 32 bits or more: sums of 16-bit
-    numbers over many micro-batches drift.
+    """Return the result of a user's `mean_loss` as a tensor without dimensions, of 32 bits or more:
+    sums of 16-bit numbers over many micro-batches drift.
 
     Raises:
         SettingError: the loss is not a tensor of one number, or needs no gradient.
@@ -280,6 +288,10 @@ def lengthened(
     """Pad the longest of some rows to `length` tokens, so that collating pads all of them to it.
 
     Args:
+        rows: rows as mappings of lists.
+        length: tokens that the rows are padded to.
+        pad_id: token that pads.
+        ignore_index: label of padding.
         fields: keys of the tokens and the labels of each sequence of a row.
     """
 

@@ -53,28 +53,28 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     """
     if name is None:
         name = type(dataset).__name__
-    needed = "give a map-style dataset, with a length and rows by number"
+    remedy = "give a map-style dataset, with a length and rows by number"
     if dataset is None:
-        raise SettingError(key, name, f"what builds it returned None; {needed}")
+        raise SettingError(key, name, f"what builds it returned None; {remedy}")
     if isinstance(dataset, DataLoader):
         remedy = "batches are made here: give its dataset, loader.dataset, and its collate_fn"
         raise SettingError(key, name, f"a DataLoader has no row by its number; {remedy}")
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
         raise SettingError(
-            key, name, f"a {type(dataset).__name__} has no row by its number; {needed}"
+            key, name, f"a {type(dataset).__name__} has no row by its number; {remedy}"
         )
     try:
         num_rows = len(dataset)
     except TypeError as error:
-        # Streamed datasets raise it too.
-        raise SettingError(key, name, f"{error}; {needed}, and streaming=False") from None
+        # A dataset that is streamed raises TypeError too, hence the remedy streaming=False.
+        raise SettingError(key, name, f"{error}; {remedy}, and streaming=False") from None
     if num_rows == 0:
         raise SettingError(key, name, "it has no rows; check its source, split and filter")
     return num_rows
 
 
 @functools.cache
-def _tell_cached(num_rows: int, cache_file: Path) -> None:
+def _log_cached(num_rows: int, cache_file: Path) -> None:
     """Log once that lengths were read: an estimate of several changes reads them for each."""
     logger.info("lengths of %d rows read from %s", num_rows, cache_file)
 
@@ -119,27 +119,26 @@ def measure_rows(
     with _random_state_kept():
         cached = None
         if cache_file is not None and reads_cache:
-            cached = _read(cache_file, num_rows, num_numbers)
+            cached = _read_cache(cache_file, num_rows, num_numbers)
         if cached is not None:
-            # Evenly spaced rows, and the longest.
+            # Measure a few evenly spaced rows and the longest again: the data may have changed.
             spaced = torch.linspace(0, num_rows - 1, RECHECKED_ROWS - 1, dtype=torch.float64)
-            checked = {*spaced.long().tolist(), int(cached[:, 0].argmax())}
-            changed = next(
-                (row for row in sorted(checked) if [*rows.measured(row)] != cached[row].tolist()),
-                None,
-            )
-            if changed is None:
-                _tell_cached(num_rows, cache_file)
+            rechecked = sorted({*spaced.long().tolist(), int(cached[:, 0].argmax())})
+            changed = [row for row in rechecked if [*rows.measured(row)] != cached[row].tolist()]
+            if not changed:
+                _log_cached(num_rows, cache_file)
                 return cached
-            logger.warning("%s: row %d has changed; measuring all rows again", cache_file, changed)
-        measured: Iterable[Numbers] = _measured(rows, num_rows, num_workers)
+            logger.warning(
+                "%s: row %d has changed; measuring all rows again", cache_file, changed[0]
+            )
+        measured: Iterable[Numbers] = _measure_all(rows, num_rows, num_workers)
         if show_progress:
             measured = _with_progress(measured, num_rows)
         numbers = torch.tensor([*measured], dtype=torch.int64)
     if cache_file is not None:
-        packed = numbers.numpy().tobytes()
+        content = numbers.numpy().tobytes()
         try:
-            atomic_write(cache_file, _checksum(cache_file, packed) + packed, sync=True)
+            atomic_write(cache_file, _checksum(cache_file, content) + content, sync=True)
         except OSError as error:
             logger.warning(
                 "%s cannot be written (%s); the rows will be counted again next time",
@@ -185,10 +184,13 @@ def count_other_bytes(row: Any) -> int:
         return 0 if is_text else int(row.nbytes)
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
-    if not isinstance(row, list | tuple) or not row or isinstance(row[0], int | str):
-        return 0
-    # Collate functions make float32 of them.
-    return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
+    if isinstance(row, list | tuple) and row:
+        # A list of integers or texts holds tokens.
+        if isinstance(row[0], int | str):
+            return 0
+        # Collate functions turn a list of floats into float32.
+        return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
+    return 0
 
 
 def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:
@@ -218,43 +220,45 @@ class _Rows(Dataset[Numbers | str]):
             return f"{type(error).__name__}: {error}"
 
 
-def _measured(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
-    """Yield the numbers of each row in order."""
+def _measure_all(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
+    """Yield the numbers of each row in order: those of the first rows from this process, then from
+    worker processes if they help, and if they fail, from this process again.
+    """
     start = time.monotonic()
     row = 0
     timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
     # Read at least one row here even if workers read the rest: they inherit what the dataset opens
     # lazily.
-    while row < num_rows and (not row or time.monotonic() - start < timed_seconds):
+    while row < num_rows and (row == 0 or time.monotonic() - start < timed_seconds):
         yield rows.measured(row)
         row += 1
     seconds_per_row = (time.monotonic() - start) / row
-    left = range(row, num_rows)
+    rows_left = range(row, num_rows)
     if num_workers is None:
-        num_workers = _worthwhile_workers(seconds_per_row * len(left))
+        num_workers = _worthwhile_workers(seconds_per_row * len(rows_left))
     failure = ""
-    if num_workers > 0 and left:
-        chunk = min(
-            math.ceil(len(left) / (4 * num_workers)),
+    if num_workers > 0 and rows_left:
+        # At least four chunks for each worker, so that all end at nearly the same time.
+        chunk_rows = min(
+            math.ceil(len(rows_left) / (4 * num_workers)),
             int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)),
         )
-        for numbers in _measured_by_workers(
-            rows, left, num_workers=num_workers, chunk_rows=max(1, chunk)
+        for numbers in _measure_by_workers(
+            rows, rows_left, num_workers=num_workers, chunk_rows=max(1, chunk_rows)
         ):
             if isinstance(numbers, str):
                 failure = numbers
                 break
             yield numbers
             row += 1
-    for later in range(row, num_rows):
-        # The row at which a worker failed is read first: a mistake in the dataset raises here, as
-        # itself.
-        yield rows.measured(later)
-        if failure and later == row:
-            message = (
-                "worker processes failed at row %d (%s); counting the other rows in this process"
-            )
-            logger.warning(message, row, failure)
+    if failure and row < num_rows:
+        # A mistake in the dataset raises its own error here. Otherwise the workers are to blame.
+        yield rows.measured(row)
+        message = "worker processes failed at row %d (%s); counting the other rows in this process"
+        logger.warning(message, row, failure)
+        row += 1
+    for number in range(row, num_rows):
+        yield rows.measured(number)
 
 
 def _worthwhile_workers(seconds_left: float) -> int:
@@ -273,13 +277,13 @@ def _worthwhile_workers(seconds_left: float) -> int:
     return min(num_cpus, MAX_WORKERS)
 
 
-def _measured_by_workers(
+def _measure_by_workers(
     rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int
 ) -> Iterator[Numbers | str]:
     """Yield the numbers of each row in order, or the reason why a row or the workers failed."""
     try:
-        # Forked, so that the dataset is not pickled. With its own generator, as it would draw from
-        # torch's global one.
+        # The processes are forked, so that the dataset is not pickled. The loader has a generator,
+        # as it would otherwise draw its base seed from torch's global one.
         chunks = DataLoader(
             rows,
             batch_size=chunk_rows,
@@ -320,24 +324,23 @@ def _with_progress(measured: Iterable[Numbers], num_rows: int) -> Iterator[Numbe
             bar.advance()
 
 
-def _checksum(path: Path, packed: bytes) -> bytes:
-    return hashlib.sha256(path.name.encode() + packed).digest()
+def _checksum(path: Path, content: bytes) -> bytes:
+    return hashlib.sha256(path.name.encode() + content).digest()
 
 
-def _read(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
+def _read_cache(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
     """Read a cache file; None if it is missing or, after a log line, cannot be trusted."""
     try:
-        content = path.read_bytes()
+        data = path.read_bytes()
     except FileNotFoundError:
         return None
     except OSError as error:
         logger.warning("%s cannot be read (%s); counting the rows", path, error)
         return None
-    packed = content[_CHECKSUM_BYTES:]
-    if (
-        content[:_CHECKSUM_BYTES] == _checksum(path, packed)
-        and len(packed) == 8 * num_rows * num_numbers
-    ):
-        return torch.frombuffer(bytearray(packed), dtype=torch.int64).view(num_rows, num_numbers)
+    content = data[_CHECKSUM_BYTES:]
+    is_intact = data[:_CHECKSUM_BYTES] == _checksum(path, content)
+    # The numbers are int64: 8 bytes each.
+    if is_intact and len(content) == 8 * num_rows * num_numbers:
+        return torch.frombuffer(bytearray(content), dtype=torch.int64).view(num_rows, num_numbers)
     logger.warning("%s is truncated or not of these %d rows; counting them again", path, num_rows)
     return None

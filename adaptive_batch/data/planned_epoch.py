@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -60,22 +60,25 @@ class RowLengths:
 
     @cached_property
     def packed(self) -> list[str]:
-        """Lengths as text; those without padding only if they differ."""
-        different = [] if torch.equal(self.all, self.real) else [self.real]
+        """Lengths as compressed text; those without padding only if they differ."""
+        tensors = [self.all]
+        if not torch.equal(self.all, self.real):
+            tensors.append(self.real)
         return [
             base64.b64encode(
                 zlib.compress(lengths.to(torch.int32).numpy().tobytes(), level=1)
             ).decode()
-            for lengths in [self.all, *different]
+            for lengths in tensors
         ]
 
     @classmethod
     def unpacked(cls, packed: Sequence[str]) -> RowLengths:
-        """Return the lengths of a text."""
+        """Return the lengths that `packed` holds as text."""
         tensors = [
             torch.frombuffer(bytearray(zlib.decompress(base64.b64decode(text))), dtype=torch.int32)
             for text in packed
         ]
+        # With one text, no row is padded: its lengths are those without padding too.
         return cls(tensors[0].to(torch.int64), tensors[-1].to(torch.int64))
 
 
@@ -169,15 +172,18 @@ class PlannedEpoch:
         """The steps of an epoch by tokens."""
         batching = self.batching
         assert batching.batch_tokens
-        least = batching.min_rows_per_batch
+        min_rows = 1
+        # The default of 1 row per rank is no minimum: otherwise a step of one long row for each
+        # rank would exceed its tokens.
+        if batching.min_rows_per_batch > 1:
+            min_rows = batching.min_rows_per_batch * self.ranks
         return fill_steps(
             self.lengths.all,
             batching.batch_size_schedule or batching.batch_tokens,
             order=self._order()[:],
             begin=self.begin,
             ranks=self.ranks,
-            # One row per rank is no minimum, so that long rows never exceed the tokens of a step.
-            min_rows=least * self.ranks if least > 1 else 1,
+            min_rows=min_rows,
             max_rows=batching.max_rows_per_batch and batching.max_rows_per_batch * self.ranks,
             long_rows=batching.long_rows,
             divisible=self.divisible,
@@ -185,7 +191,7 @@ class PlannedEpoch:
 
     @cached_property
     def _token_plan(self) -> EpochPlan:
-        """The steps of an epoch by tokens that are trained."""
+        """The trained steps of an epoch by tokens, without those that its end cuts off."""
         return EpochPlan.from_sizes(self.token_steps.sizes.tolist(), **self.batching.ends)
 
     # --- steps
@@ -196,18 +202,22 @@ class PlannedEpoch:
         return int(self._ordered_tokens[place : place + rows].sum())
 
     def num_steps_left(self, progress: Progress, *, global_rows: int) -> int:
-        """Return the number of remaining steps; by rows, steps of `global_rows` each."""
+        """Return the number of remaining steps of the epoch. Unless steps are filled with tokens,
+        each has `global_rows` rows.
+        """
         batching = self.batching
         if batching.batch_tokens:
             return max(0, self._token_plan.steps - progress.epoch_steps)
-        steps_left = batching.max_steps_per_epoch
-        if steps_left is not None:
-            steps_left = max(0, steps_left - progress.epoch_steps)
-        rows_left = self.num_rows - progress.epoch_rows
-        plan = EpochPlan.from_rows(
-            rows_left, global_rows=global_rows, drop_last=batching.drop_last, max_steps=steps_left
+        max_steps = batching.max_steps_per_epoch
+        if max_steps is not None:
+            max_steps = max(0, max_steps - progress.epoch_steps)
+        remaining = EpochPlan.from_rows(
+            self.num_rows - progress.epoch_rows,
+            global_rows=global_rows,
+            drop_last=batching.drop_last,
+            max_steps=max_steps,
         )
-        return plan.steps
+        return remaining.steps
 
     def is_over(self, progress: Progress) -> bool:
         """Return whether the epoch has no step left, however few rows it may have."""
@@ -220,18 +230,19 @@ class PlannedEpoch:
 
         Args:
             progress: progress before the step.
-            rule: rows of a step on one device as a function of progress. With `batch_tokens`, it is
-                called too, and the step is the planned one.
+            rule: rows of a step on one device as a function of progress. Not called with
+                `batch_tokens`, which plans the steps ahead.
             counts_tokens: whether to count the tokens of the step.
         """
         if self.is_over(progress):
             return None
-        batch = rule(progress)
         if self.batching.batch_tokens:
             batch = self.token_steps.budgets[progress.epoch_steps]
             rows = self._token_plan.rows_of_step(progress.epoch_steps)
         else:
-            rows = min(batch * self.ranks, self.num_rows - progress.epoch_rows)
+            batch = rule(progress)
+            rows_left = self.num_rows - progress.epoch_rows
+            rows = min(batch * self.ranks, rows_left)
             if self.batching.drop_last and rows < batch * self.ranks:
                 return None
         tokens = self.num_tokens(progress, rows) if counts_tokens else 0
@@ -261,38 +272,39 @@ class PlannedEpoch:
             plan = EpochPlan.from_rows(
                 self.num_rows, global_rows=rule(at) * self.ranks, **batching.ends
             )
-            # It was another batch before a restart.
+            # The epoch began with another batch size if a restart within it changed the size.
             if at.epoch_rows != at.epoch_steps * plan.global_rows:
                 plan = self._divide_from(at, rule)
         elif needs_noise_scale(batching.batch_size_schedule):
             plan = replace(self._divide_from(at, rule), is_estimate=True)
         else:
-            # Twice, since a rule that is not a function of progress then answers differently.
-            plan, again = (self._divide_from(self.begin, rule) for _ in range(2))
+            # A rule that is not a function of progress gives other steps at the second time. Then
+            # training may have other steps too, so the plan is only an estimate.
+            plan = self._divide_from(self.begin, rule)
+            again = self._divide_from(self.begin, rule)
             plan = replace(plan, is_estimate=plan != again)
         return self._with_tokens(plan) if counts_tokens else plan
 
     def _divide_from(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
-        """Divide an epoch whose rows are trained up to a progress: the steps so far count as large
-        as they were on average.
+        """Divide an epoch that is trained up to a progress. The sizes of the finished steps are not
+        known, so each gets their mean, rounded so that the sum is right.
         """
         rows = progress.epoch_rows
         steps = progress.epoch_steps
-        done = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
-        is_schedule = self.batching.batch_size_schedule is not None
-        left = [step.rows for step in self.walk(progress, rule, counts_tokens=is_schedule)]
-        plan = EpochPlan.from_sizes(done + left)
+        finished = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
+        has_schedule = self.batching.batch_size_schedule is not None
+        remaining = [step.rows for step in self.walk(progress, rule, counts_tokens=has_schedule)]
+        plan = EpochPlan.from_sizes(finished + remaining)
         return replace(plan, rows=self.num_rows, most_steps=self.batching.max_steps_per_epoch)
 
     def _with_tokens(self, plan: EpochPlan) -> EpochPlan:
-        """Return a plan with the real tokens of the rows that are stepped."""
-        used = plan.slots if plan.sizes is None else sum(plan.sizes)
-        real = self._ordered_tokens[:used]
-        tokens = int(real.sum())
-        # An epoch may have more slots than rows.
-        if len(real) and bool((real == real[0]).all()):
-            tokens = plan.slots * int(real[0])
-        return replace(plan, tokens=tokens)
+        """Return a plan with the real tokens of the rows that its steps train."""
+        row_tokens = self._ordered_tokens[: plan.stepped_rows]
+        if len(row_tokens) and bool((row_tokens == row_tokens[0]).all()):
+            # A clock by samples counts a short last step in full, see EpochPlan.slots. If rows are
+            # equally long, count its tokens in full too, so that both clocks show the same.
+            return replace(plan, tokens=plan.slots * int(row_tokens[0]))
+        return replace(plan, tokens=int(row_tokens.sum()))
 
     def left_out(self, progress: Progress) -> dict[str, int]:
         """Count the rows that no step of a finished epoch used, by reason."""
@@ -306,31 +318,31 @@ class PlannedEpoch:
         elif self.batching.drop_last:
             reason = "drop_last"
         else:
-            # The audit reports it.
+            # No option leaves rows out here. The audit of the run reports this reason as a failure.
             reason = "an error"
         reasons = {reason: rest, "long_rows": long_rows}
         return {reason: rows for reason, rows in reasons.items() if rows}
 
     def dropped_rows(self) -> Iterator[tuple[str, list[int]]]:
-        """Yield a message and the row numbers of rows that are too long, and of those of a dropped
-        last step.
+        """Yield a message and the row numbers for the rows that are too long, then for the rows of
+        a dropped last step.
         """
         steps = self.token_steps
-        dropped = [
-            (steps.dropped.tolist(), f"of more than batch_tokens={self.batching.batch_tokens}")
-        ]
+        too_long = f"of more than batch_tokens={self.batching.batch_tokens}"
+        dropped = {too_long: steps.dropped.tolist()}
         if self.batching.drop_last:
             # EpochPlan.from_sizes drops the last step, whether it is full or not.
-            dropped.append((steps.split()[-1].tolist(), "of the last step (drop_last)"))
-        for rows, origin in dropped:
+            dropped["of the last step (drop_last)"] = steps.split()[-1].tolist()
+        for description, rows in dropped.items():
             if not rows:
                 continue
-            numbers = ", ".join(map(str, sorted(rows)[:10]))
+            rows.sort()
+            numbers = ", ".join(map(str, rows[:10]))
             if len(rows) > 10:
                 numbers += ", ..."
             verb = "is" if len(rows) == 1 else "are"
-            message = f"{count(len(rows), 'row')} {origin} {verb} dropped: {numbers}"
-            yield f"epoch {self.planned_at.epoch}: {message}", sorted(rows)
+            message = f"{count(len(rows), 'row')} {description} {verb} dropped: {numbers}"
+            yield f"epoch {self.planned_at.epoch}: {message}", rows
 
 
 # --- steps by tokens
@@ -358,6 +370,14 @@ class TokenSteps:
     def split(self) -> Sequence[torch.Tensor]:
         """Return the row numbers of each step."""
         return torch.split(self.rows, self.sizes.tolist())
+
+
+class _FilledStep(NamedTuple):
+    """Rows and real tokens of a step over all ranks, and its requested tokens on one device."""
+
+    rows: int
+    tokens: int
+    budget: int
 
 
 def fill_steps(
@@ -411,7 +431,7 @@ def fill_steps(
     kept = order
     if isinstance(budget, int):
         if long_rows == "drop":
-            # They would wait for a larger budget in vain.
+            # All steps have this budget, so a longer row would fit in none of them.
             kept = order[lengths[order] <= budget * ranks]
         _check_min_rows(lengths[kept], budget * ranks, min_rows)
 
@@ -422,15 +442,17 @@ def fill_steps(
         drops_long_rows=long_rows == "drop",
         divisible=divisible,
     )
-    progress = begin = begin or Progress()
+    begin = begin or Progress()
+    progress = begin
+    # Places in `kept` of the rows of all steps, in the order of their use.
     places = array("q")
-    # Rows, real tokens and budget of each step.
-    steps: list[tuple[int, int, int]] = []
+    steps: list[_FilledStep] = []
     while filler.has_rows:
-        asked = budget
-        if not isinstance(asked, int):
-            asked = request_batch(asked, progress, maximum=None).after
-        if long_rows == "error" and longest > asked * ranks:
+        if isinstance(budget, int):
+            step_budget = budget
+        else:
+            step_budget = request_batch(budget, progress, maximum=None).after
+        if long_rows == "error" and longest > step_budget * ranks:
             key = "batch_tokens" if isinstance(budget, int) else KEY
             row = int(order[lengths[order].argmax()])
             needed = math.ceil(longest / ranks)
@@ -438,25 +460,27 @@ def fill_steps(
                 f"row {row} alone has {longest} tokens; give {needed} or more at step"
                 f" {progress.steps}, or set long_rows to drop or alone"
             )
-            raise SettingError(key, asked, remedy)
-        step, tokens = filler.next_step(asked * ranks)
-        if step:
-            places.extend(step)
-            steps.append((len(step), tokens, asked))
-            progress = progress.after_step(rows=len(step), tokens=tokens, batch=asked)
+            raise SettingError(key, step_budget, remedy)
+        new_places, tokens = filler.next_step(step_budget * ranks)
+        # No row is in the step if all that are left are too long for it and wait for a larger one.
+        if new_places:
+            places.extend(new_places)
+            step = _FilledStep(len(new_places), tokens, step_budget)
+            steps.append(step)
+            progress = progress.after_step(rows=step.rows, tokens=tokens, batch=step_budget)
     if not isinstance(budget, int):
         _check_answers(budget, begin, steps)
     used = kept[torch.tensor(places, dtype=torch.int64)]
     is_dropped = torch.ones(len(lengths), dtype=torch.bool)
     is_dropped[used] = False
-    sizes = torch.tensor([rows for rows, _, _ in steps], dtype=torch.int64)
-    return TokenSteps(used, sizes, [asked for _, _, asked in steps], order[is_dropped[order]])
+    sizes = torch.tensor([step.rows for step in steps], dtype=torch.int64)
+    return TokenSteps(used, sizes, [step.budget for step in steps], order[is_dropped[order]])
 
 
-def _check_min_rows(sizes: torch.Tensor, max_tokens: int, min_rows: int) -> None:
-    """Raise SettingError if no `min_rows` rows fit in one step."""
-    if 1 < min_rows <= len(sizes):
-        needed = int(torch.topk(sizes, min_rows, largest=False).values.sum())
+def _check_min_rows(lengths: torch.Tensor, max_tokens: int, min_rows: int) -> None:
+    """Raise SettingError if even the shortest `min_rows` rows do not fit in one step."""
+    if 1 < min_rows <= len(lengths):
+        needed = int(torch.topk(lengths, min_rows, largest=False).values.sum())
         if needed > max_tokens:
             remedy = (
                 f"the {min_rows} shortest rows have {needed} tokens, and {max_tokens} are allowed;"
@@ -465,23 +489,21 @@ def _check_min_rows(sizes: torch.Tensor, max_tokens: int, min_rows: int) -> None
             raise SettingError("min_rows_per_batch", min_rows, remedy)
 
 
-def _check_answers(
-    rule: Schedule, progress: Progress, steps: Sequence[tuple[int, int, int]]
-) -> None:
+def _check_answers(rule: Schedule, progress: Progress, steps: Sequence[_FilledStep]) -> None:
     """Raise GrowthFunctionError if a schedule gives other answers when it is called again."""
-    for rows, tokens, asked in steps:
+    for step in steps:
         again = request_batch(rule, progress, maximum=None).after
-        if again != asked:
+        if again != step.budget:
             raise GrowthFunctionError(
-                f"{KEY} {rule!r} returned {asked}, and {again} when called again: with"
+                f"{KEY} {rule!r} returned {step.budget}, and {again} when called again: with"
                 " batch_tokens it must be a function of progress alone"
             )
-        progress = progress.after_step(rows=rows, tokens=tokens, batch=asked)
+        progress = progress.after_step(rows=step.rows, tokens=step.tokens, batch=step.budget)
 
 
 class _Filler:
-    """Rows in their order, each as its place and its tokens, that fill steps; see
-    :func:`fill_steps`.
+    """Fills one step after the other with rows, see :func:`fill_steps`. A row is a tuple of its
+    place in the order and its tokens.
 
     Attributes:
         has_rows: whether a row is left for another step.
@@ -489,20 +511,22 @@ class _Filler:
 
     def __init__(
         self,
-        sizes: torch.Tensor,
+        lengths: torch.Tensor,
         *,
         min_rows: int,
         max_rows: int | None,
         drops_long_rows: bool,
         divisible: bool,
     ) -> None:
-        self.has_rows = len(sizes) > 0
+        self.has_rows = len(lengths) > 0
         self._min_rows = min_rows
         self._max_rows = max_rows
         self._drops_long_rows = drops_long_rows
         self._divisible = divisible
-        chunks = (sizes[first : first + _CHUNK] for first in range(0, len(sizes), _CHUNK))
-        self._coming = enumerate(chain.from_iterable(chunk.tolist() for chunk in chunks))
+        chunks = (lengths[first : first + _CHUNK] for first in range(0, len(lengths), _CHUNK))
+        # Rows that no step has looked at yet.
+        self._new_rows = enumerate(chain.from_iterable(chunk.tolist() for chunk in chunks))
+        # Rows that an earlier step has passed over. They come first.
         self._waiting: list[tuple[int, int]] = []
 
     def next_step(self, budget: int) -> tuple[list[int], int]:
@@ -511,30 +535,35 @@ class _Filler:
         tokens = 0
         too_long: list[tuple[int, int]] = []
         waiting = iter(self._waiting)
+        # Without a `break`, this step takes all rows that are left, and those in `too_long` are
+        # dropped, as no step follows.
         self.has_rows = False
-        for row in chain(waiting, self._coming):
-            _, size = row
-            if self._drops_long_rows and size > budget:
+        for row in chain(waiting, self._new_rows):
+            _, row_tokens = row
+            if self._drops_long_rows and row_tokens > budget:
                 too_long.append(row)
                 continue
-            # The minimum comes before the budget.
-            is_beyond = tokens + size > budget or len(step) == self._max_rows
-            if is_beyond and len(step) >= self._min_rows:
+            is_full = tokens + row_tokens > budget or len(step) == self._max_rows
+            # A step may exceed its budget to have its minimum of rows.
+            if is_full and len(step) >= self._min_rows:
                 num_kept = self._divisible_rows(len(step))
-                tokens -= sum(size for _, size in step[num_kept:])
-                self._waiting = sorted([*too_long, *step[num_kept:], row, *waiting])
-                self.has_rows = True
+                rest = step[num_kept:]
                 step = step[:num_kept]
+                tokens -= sum(length for _, length in rest)
+                # Sort by place, so that the next step takes the rows in their order. `waiting` has
+                # only the rows that this loop did not reach.
+                self._waiting = sorted([*too_long, *rest, row, *waiting])
+                self.has_rows = True
                 break
             step.append(row)
-            tokens += size
+            tokens += row_tokens
         return [place for place, _ in step], tokens
 
     def _divisible_rows(self, rows: int) -> int:
         """Return `rows`, or with `divisible` up to an eighth fewer."""
         if not self._divisible:
             return rows
-        # An eighth of the rows at most is left: 2 ** (floor(log2(rows)) - 3).
+        # The largest power of two that is at most an eighth of the rows, but at least 1.
         multiple = 1 << max(0, rows.bit_length() - 4)
         fewer = rows - rows % multiple
         return fewer if fewer >= self._min_rows else rows

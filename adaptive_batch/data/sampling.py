@@ -120,12 +120,15 @@ class Batching(Sampling):
             raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
 
     def coupled(self, decay: Callable[[Progress], float], clock: Clock) -> Batching:
-        """Return the same with its schedule coupled to the rate, whose decay is a function of
-        progress by a clock.
+        """Return this batching with its schedule coupled to the learning rate.
+
+        Args:
+            decay: share of the rate that is left, as a function of progress.
+            clock: clock that `decay` reads.
 
         Raises:
-            SettingError: the clock counts steps or two units, or an epoch ends by steps: there are
-                fewer then for the same data.
+            SettingError: the clock counts steps or two units, or an epoch ends by steps. The
+                schedule takes fewer steps for the same data, so steps do not measure it.
         """
         rule = self.batch_size_schedule
         assert isinstance(rule, Seesaw)
@@ -213,22 +216,24 @@ def row_order(
         if not shuffle:
             return torch.arange(num_rows)
         # The seed of DistributedSampler, whose permutation torchtune's recipes take.
-        generator = torch.Generator().manual_seed(seed + epoch)
+        epoch_seed = seed + epoch
     else:
-        # Hashed, as seed + epoch would repeat one seed's epochs under the next seed.
+        # With seed + epoch, epoch 1 of one seed would equal epoch 0 of the next seed; so hash both.
         digest = hashlib.sha256(f"{seed} {epoch}".encode()).digest()
-        first_bytes = int.from_bytes(digest[:8], "little", signed=True)
-        generator = torch.Generator().manual_seed(first_bytes)
+        epoch_seed = int.from_bytes(digest[:8], "little", signed=True)
+    generator = torch.Generator().manual_seed(epoch_seed)
     shuffled = torch.randperm(num_rows, generator=generator)
     if order != "seqlen":
         return shuffled
     assert lengths is not None, "rows are ordered by the length of each"
     assert len(lengths) == num_rows, f"{len(lengths)} lengths of {num_rows} rows"
-    keys = lengths.to(torch.int64)[shuffled]
+    sort_keys = lengths.to(torch.int64)[shuffled]
     if window is not None and window < num_rows:
-        keys += torch.arange(num_rows).div_(window, rounding_mode="floor").mul_(int(keys.max()) + 1)
+        window_numbers = torch.arange(num_rows).div_(window, rounding_mode="floor")
+        # Each key of a window is above all keys of the window before, so windows keep their order.
+        sort_keys += window_numbers.mul_(int(sort_keys.max()) + 1)
     # Stable: rows of equal length stay as they were shuffled.
-    return shuffled[torch.sort(keys, stable=True).indices]
+    return shuffled[torch.sort(sort_keys, stable=True).indices]
 
 
 # Remedy of a sampler whose items are batches.
@@ -248,8 +253,9 @@ class SamplerOrder:
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self._epoch = -1
+        # The numbers that are drawn, and the sampler's iterator over the next ones.
         self._numbers: list[int] = []
-        self._drawn: Iterator[int] = iter(())
+        self._draws: Iterator[int] = iter(())
         # Random state at the start of an epoch's draws, to repeat them.
         self._random_state: dict[str, torch.Tensor] = {}
 
@@ -272,20 +278,23 @@ class SamplerOrder:
         """
         if epoch == self._epoch:
             return self(epoch)
+        # fork_rng restores torch's own generator. The new one only stands in for a missing one.
         generator = self._generator or torch.Generator()
         with torch.random.fork_rng(devices=[]):
             state = generator.get_state()
             numbers = SamplerOrder(self._sampler).read(epoch, 0, len(self))
             generator.set_state(state)
+        # The draws have set the sampler to `epoch`.
         if self._epoch >= 0 and hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(self._epoch)
         return numbers
 
     def read(self, epoch: int, begin: int, end: int) -> torch.Tensor:
-        """Return a part of the order of an epoch; another epoch than the last one begins."""
+        """Return a part of the order of an epoch. Begin its draws unless it was read last."""
         if epoch != self._epoch:
             self._begin(epoch)
-        drawn = list(islice(self._drawn, max(0, end - len(self._numbers))))
+        num_missing = max(0, end - len(self._numbers))
+        drawn = list(islice(self._draws, num_missing))
         if any(isinstance(number, list | tuple) for number in drawn):
             raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
         self._numbers += map(int, drawn)
@@ -299,7 +308,7 @@ class SamplerOrder:
         self._random_state = {"torch": torch.get_rng_state()}
         if self._generator is not None:
             self._random_state["generator"] = self._generator.get_state()
-        self._drawn = iter(self._sampler)
+        self._draws = iter(self._sampler)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the random state at the start of the epoch's draws, and a checksum of the draws so
@@ -315,11 +324,12 @@ class SamplerOrder:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw the current epoch again.
+        """Draw the epoch of the state again, as far as it was drawn.
 
         Raises:
             SettingError: the sampler draws other rows than before.
         """
+        # No epoch has begun, so that read() begins the epoch even if it is this one.
         self._epoch = -1
         if state["epoch"] < 0:
             return

@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -136,11 +137,15 @@ def emulate(
 def _environment(
     device: Device, num_devices: int, max_steps: int | None, records: Path, scratch: Path
 ) -> dict[str, str]:
+    """Return the environment of the program: variables of this process replace those above them,
+    and are replaced by those below.
+    """
     cache = cache_folder()
     environment = {
         **OFFLINE,
         "EMULATE_COPIED_BYTES": "65536",
         "EMULATE_VALUES": "1",
+        # This process's variables, with the hook for each Python process of the program.
         **environment_with(Path(__file__).with_name("process.py")),
         "EMULATE_CACHE": str(cache),
         "EMULATE_DEVICE": device.setting,
@@ -164,20 +169,28 @@ def _run(
 ) -> tuple[int, bool]:
     """Run a program and return its exit status and whether the time limit ended it."""
     program = subprocess.Popen(command, cwd=folder, env=environment, start_new_session=True)
-    seconds = max_minutes and max_minutes * 60
-    was_ended = False
-    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        try:
-            program.wait(timeout=seconds)
-            break
-        except (subprocess.TimeoutExpired, KeyboardInterrupt) as reason:
-            was_ended |= isinstance(reason, subprocess.TimeoutExpired)
-            os.killpg(program.pid, sent)
-            seconds = SECONDS_TO_END
-    code = program.wait()
-    if was_ended:
+    try:
+        program.wait(timeout=max_minutes and max_minutes * 60)
+    except subprocess.TimeoutExpired:
+        _end(program)
         return 0, True
+    except KeyboardInterrupt:
+        # Ctrl-C reaches this process only, since the program has a session of its own.
+        _end(program)
+    code = program.returncode
     return (code if code >= 0 else 128 - code), False
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Interrupt a program and its children. If the program does not end, terminate and then kill
+    it; each further Ctrl-C shortens the wait.
+    """
+    for sent in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+        if program.poll() is None:
+            os.killpg(program.pid, sent)
+            with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+                program.wait(timeout=SECONDS_TO_END)
+    program.wait()
 
 
 def install_cuda_build() -> int:
@@ -190,16 +203,18 @@ def install_cuda_build() -> int:
         print(f"the CUDA build of torch {version} is in {folder}")
         return 0
     release = version.partition("+")[0]
+    # Renamed to `folder` at the end, so that `folder` is complete or absent.
     new = folder.with_name(f".{folder.name}")
     shutil.rmtree(new, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", str(new)]
     # == would also match a CPU build of an extra index, such as 2.13.0+cpu.
     status = subprocess.run([*pip, f"torch==={release}"]).returncode
     if not status:
-        installed = next(new.glob("torch-*.dist-info/METADATA")).read_text()
-        compilers = re.findall(r"(?m)^Requires-Dist: (triton==[\d.]+)", installed)
-        if compilers:
-            status = subprocess.run([*pip, *compilers]).returncode
+        requirements = next(new.glob("torch-*.dist-info/METADATA")).read_text()
+        # torch.compile needs Triton, and a CPU build has not installed it.
+        triton = re.findall(r"(?m)^Requires-Dist: (triton==[\d.]+)", requirements)
+        if triton:
+            status = subprocess.run([*pip, *triton]).returncode
     if not status:
         new.rename(folder)
         print(f"installed in {folder}; the environment was not changed")
@@ -208,33 +223,41 @@ def install_cuda_build() -> int:
 
 def mirror(folder: Path, scratch: Path) -> None:
     """Create the folders of `folder` in `scratch`, with links to its files."""
-    left = MAX_ENTRIES
+    entries_left = MAX_ENTRIES
     pending = [(folder, scratch)]
-    seen = set[str]()
+    mirrored = set[str]()
     while pending:
         source, target = pending.pop(0)
         target.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(source):
-            left -= 1
+            entries_left -= 1
             new = target / entry.name
-            is_own = Path(entry.path) == scratch or scratch.is_relative_to(entry.path)
-            if is_own or new.exists() or new.is_symlink():
+            # A scratch folder inside `folder` (--output) must not be mirrored into itself.
+            has_scratch = scratch.is_relative_to(entry.path)
+            # Left from an earlier run in the same scratch folder.
+            is_mirrored = new.exists() or new.is_symlink()
+            if has_scratch or is_mirrored:
                 continue
+            # Folders of tools (.git, virtual environments) are linked as a whole, which is fast.
             is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
+            # A link to a folder that is mirrored already could lead round in a circle.
             real = os.path.realpath(entry.path)
-            if entry.is_dir() and not is_tool and left > 0 and real not in seen:
-                seen.add(real)
+            if entry.is_dir() and not is_tool and entries_left > 0 and real not in mirrored:
+                mirrored.add(real)
                 pending.append((Path(entry.path), new))
             else:
                 new.symlink_to(entry.path)
 
 
 def written_files(scratch: Path, since: float) -> list[tuple[str, int]]:
-    """Return the files that a program has written in its scratch folder, with their sizes."""
+    """Return the files that a program has written in its scratch folder since a time, with their
+    sizes.
+    """
     files = []
     for folder, _, names in os.walk(scratch):
         for name in names:
             path = Path(folder, name)
+            # A link is a file of the original folder that was not written.
             if not path.is_symlink() and "__pycache__" not in folder:
                 status = path.stat()
                 if status.st_mtime >= since:
@@ -262,13 +285,13 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
         yield "No process used CUDA."
     else:
         yield from _table(processes, total - context)
-        most = max(processes, key=lambda one: one["living"].get("bytes", 0))
-        yield from _living(most["living"])
+        highest = max(processes, key=lambda process: process["living"].get("bytes", 0))
+        yield from _living(highest["living"])
         for process in processes:
             if process["out_of_memory"]:
                 yield from _out_of_memory(process)
         yield from _made_up(processes)
-        functions = sorted({name for one in processes for name in one["not_counted"]})
+        functions = sorted({name for process in processes for name in process["not_counted"]})
         if functions:
             yield (
                 "Not counted, since their sizes are not published: workspaces of"
@@ -280,9 +303,13 @@ def report_lines(report: dict[str, Any]) -> Iterator[str]:
 
 
 def _table(processes: list[dict[str, Any]], usable: int) -> Iterator[str]:
+    """Yield a line for each device of each process. A device has `usable` bytes without its CUDA
+    context.
+    """
     rows = [("process", "device", "steps", "peak allocated", "peak reserved", "free", "retries")]
     for process in processes:
         rank = f" (rank {process['rank']})" if process["rank"] else ""
+        # `python -c` has no name.
         name = process["program"][0].rpartition("/")[2] or "python"
         for device in process["devices"]:
             rows.append(
@@ -303,6 +330,7 @@ def _table(processes: list[dict[str, Any]], usable: int) -> Iterator[str]:
 
 
 def _living(living: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of code with most live bytes at the peak."""
     if not living:
         return
     yield f"Live at the peak of {_size(living['bytes'])} on device {living['device']}:"
@@ -325,17 +353,21 @@ def _out_of_memory(process: dict[str, Any]) -> Iterator[str]:
 
 
 def _suggestion(process: dict[str, Any]) -> str:
-    last, lines = process["out_of_memory"], process["living"].get("lines", [])
+    """Return a remedy for the last OOM error of a process: for fragmentation, for a large
+    optimizer, or else for a large batch.
+    """
+    last = process["out_of_memory"]
+    lines = process["living"].get("lines", [])
     unused = last["reserved"] - last["allocated"]
     if unused >= last["asked"]:
         return (
             f"{_size(unused)} are reserved but unused: set"
             " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
         )
-    of_optimizer = sum(size for line, size in lines if line.startswith("optimizer"))
-    if of_optimizer > last["allocated"] / 3:
+    optimizer_bytes = sum(size for line, size in lines if line.startswith("optimizer"))
+    if optimizer_bytes > last["allocated"] / 3:
         return (
-            f"The optimizer holds {_size(of_optimizer)}: train adapters (LoRA), use an 8-bit"
+            f"The optimizer holds {_size(optimizer_bytes)}: train adapters (LoRA), use an 8-bit"
             " optimizer, or shard the model over more devices (FSDP)."
         )
     return (
@@ -345,17 +377,19 @@ def _suggestion(process: dict[str, Any]) -> str:
 
 
 def _made_up(processes: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each kind of made-up values, with the lines that depend on them."""
     for kind, sentence in (
         ("shape", "Shapes that depend on values that were not computed; their peak is a guess"),
         ("value", "Values that the program read although they were not computed"),
     ):
-        places: dict[str, set[str]] = {}
+        # The operators that were not computed, by line.
+        origins: dict[str, set[str]] = {}
         for process in processes:
-            for found, origin, line, _ in process["made_up"]:
-                if found == kind:
-                    places.setdefault(line, set()).add(origin)
-        if places:
-            shown = [f"{line} ({', '.join(sorted(of))})" for line, of in places.items()]
+            for kind_of_entry, origin, line, _ in process["made_up"]:
+                if kind_of_entry == kind:
+                    origins.setdefault(line, set()).add(origin)
+        if origins:
+            shown = [f"{line} ({', '.join(sorted(names))})" for line, names in origins.items()]
             more = f" and {len(shown) - MAX_LINES} more" if len(shown) > MAX_LINES else ""
             yield f"{sentence}: {'; '.join(shown[:MAX_LINES])}{more}."
 

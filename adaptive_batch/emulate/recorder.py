@@ -50,19 +50,20 @@ class _Recorder:
         self.num_out_of_memory = 0
 
     def start(self) -> None:
-        """Start the history of allocations and register the hooks once CUDA is initialized."""
+        """Start the history of allocations and register the hooks. CUDA must be initialized."""
         torch.cuda.memory._record_memory_history(
             context="alloc", stacks="python", max_entries=MAX_EVENTS
         )
-        internal: Any = torch._C
-        internal._cuda_attach_out_of_memory_observer(self.notice_out_of_memory)
-        reset = internal._cuda_resetPeakMemoryStats
+        torch_c: Any = torch._C
+        torch_c._cuda_attach_out_of_memory_observer(self.notice_out_of_memory)
+        reset_peaks = torch_c._cuda_resetPeakMemoryStats
 
-        def reset_peaks(device: int) -> None:
+        def keep_and_reset_peaks(device: int) -> None:
+            # The allocator forgets its peaks at a reset, which a program may make in each step.
             self.keep_peaks()
-            reset(device)
+            reset_peaks(device)
 
-        internal._cuda_resetPeakMemoryStats = reset_peaks
+        torch_c._cuda_resetPeakMemoryStats = keep_and_reset_peaks
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
         atexit.register(self.at_exit)
@@ -89,52 +90,58 @@ class _Recorder:
         return max((peaks["allocated"] for peaks in self.peaks.values()), default=0)
 
     def keep_peaks(self) -> None:
-        """Read the allocator's peaks before the program resets them."""
+        """Raise the recorded peaks of each device to the allocator's."""
         for device in range(torch.cuda.device_count()):
-            counted = torch.cuda.memory_stats(device)
+            stats = torch.cuda.memory_stats(device)
             peaks = self.peaks.setdefault(device, Counter())
             for name in ("allocated", "reserved"):
-                peaks[name] = max(peaks[name], counted.get(f"{name}_bytes.all.peak", 0))
-            peaks["retries"] = counted.get("num_alloc_retries", 0)
+                peaks[name] = max(peaks[name], stats.get(f"{name}_bytes.all.peak", 0))
+            peaks["retries"] = stats.get("num_alloc_retries", 0)
 
     def notice_out_of_memory(self, device: int, asked: int, capacity: int, free: int) -> None:
+        """Record an OOM error. PyTorch calls this before it raises the error."""
         self.num_out_of_memory += 1
-        counted = torch.cuda.memory_stats(device)
+        stats = torch.cuda.memory_stats(device)
         self.out_of_memory = {
             "line": values.program_line(),
             "asked": asked,
             "free": free,
-            "allocated": counted["allocated_bytes.all.current"],
-            "reserved": counted["reserved_bytes.all.current"],
+            "allocated": stats["allocated_bytes.all.current"],
+            "reserved": stats["reserved_bytes.all.current"],
         }
-        if self.num_out_of_memory == 1:  # a search runs out of memory many times
+        # A search runs out of memory many times, and reading the history takes seconds.
+        if self.num_out_of_memory == 1:
             self.keep_peaks()
             self.read_history()
             self.write()
 
     def read_history(self) -> None:
         """Sum the live bytes at the highest peak of the allocator's history by line of code."""
-        # The snapshot has the blocks that are live now, and a ring buffer of events that led to
-        # them. Undo the events, newest first, to find the highest total; then undo only so far.
+        # The snapshot has the blocks that are live now and a ring buffer of the latest events, but
+        # not the blocks at the peak. So find the highest total going back through the events, then
+        # undo the events since then in the live blocks.
         snapshot = torch.cuda.memory._snapshot()
         for device, events in enumerate(snapshot["device_traces"]):
-            living = _live_blocks(snapshot, device)
-            now = sum(size for size, _ in living.values())
-            peak, events_since_peak = _events_since_peak(events, now)
+            live_blocks = _live_blocks(snapshot, device)
+            live_bytes = sum(size for size, _ in live_blocks.values())
+            peak, events_since_peak = _events_since_peak(events, live_bytes)
             if peak > self.living.get("bytes", 0):
-                _undo(living, events_since_peak)
-                lines = Counter[str]()
-                for size, holder in living.values():
-                    lines[_line_of(holder.get("frames", ()))] += size
-                self.living = {"bytes": peak, "device": device, "lines": lines.most_common()}
-        # at_exit reads again only above this peak.
+                _undo(live_blocks, events_since_peak)
+                bytes_by_line = Counter[str]()
+                for size, block in live_blocks.values():
+                    bytes_by_line[_line_of(block.get("frames", ()))] += size
+                lines = bytes_by_line.most_common()
+                self.living = {"bytes": peak, "device": device, "lines": lines}
+        # The hooks read the history again only above this peak.
         self.read_peak = self.highest()
 
     def write(self) -> None:
+        """Replace the file of this process by its current record."""
         devices = []
         for device, peaks in self.peaks.items():
             if peaks["reserved"]:
-                name, total = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)[1]
+                name = torch.cuda.get_device_name(device)
+                _, total = torch.cuda.mem_get_info(device)
                 devices.append({"index": device, "name": name, "total": total, **peaks})
         record = {
             "pid": os.getpid(),
@@ -164,32 +171,42 @@ def _live_blocks(snapshot: Any, device: int) -> dict[int, tuple[int, Any]]:
     }
 
 
-def _events_since_peak(events: list[Any], now: int) -> tuple[int, list[Any]]:
-    """Return the highest total of live bytes, which are `now` after all events, and the events
-    since then.
+def _events_since_peak(events: list[Any], live_bytes: int) -> tuple[int, list[Any]]:
+    """Return the highest total of live bytes, and the events since then.
+
+    Args:
+        events: events of the allocator, oldest first.
+        live_bytes: total after all events.
     """
-    total = peak = now
-    peak_place = len(events)
-    for place, event in reversed(list(enumerate(events))):
-        changes = {"alloc": -event["size"], "free_completed": event["size"]}
-        total += changes.get(event["action"], 0)
+    total = peak = live_bytes
+    first_since_peak = len(events)
+    for number, event in reversed(list(enumerate(events))):
+        # The total before the event.
+        if event["action"] == "alloc":
+            total -= event["size"]
+        elif event["action"] == "free_completed":
+            total += event["size"]
         if total > peak:
             peak = total
-            peak_place = place
-    return peak, events[peak_place:]
+            first_since_peak = number
+    return peak, events[first_since_peak:]
 
 
-def _undo(living: dict[int, Any], events: list[Any]) -> None:
+def _undo(live_blocks: dict[int, Any], events: list[Any]) -> None:
     """Undo events in the live blocks, newest first."""
     for event in reversed(events):
         if event["action"] == "alloc":
-            living.pop(event["addr"], None)
+            live_blocks.pop(event["addr"], None)
         elif event["action"] == "free_completed":
-            living[event["addr"]] = (event["size"], event)
+            live_blocks[event["addr"]] = (event["size"], event)
 
 
 def _line_of(frames: Any) -> str:
-    """Return the line of the program that allocated a block, and the library's line it called."""
+    """Return the line of the program that allocated a block, and the library's line it called.
+
+    Args:
+        frames: stack of the allocation, innermost frame first.
+    """
     lines = []
     is_of_optimizer = False
     for frame in frames:
@@ -197,6 +214,7 @@ def _line_of(frames: Any) -> str:
         is_of_optimizer |= "/torch/optim/" in frame["filename"]
         if line is not None:
             lines.append(line)
+            # The innermost line outside of installed packages is the program's own.
             if "site-packages" not in frame["filename"]:
                 break
     return ("optimizer: " if is_of_optimizer else "") + values.join_lines(lines)
@@ -205,17 +223,19 @@ def _line_of(frames: Any) -> str:
 def _functions_not_counted() -> list[str]:
     """Return the called functions of CUDA's libraries whose workspace sizes are unknown."""
     stub = ctypes.CDLL("libcudastub.so")
+    stub.cudastub_default.restype = ctypes.c_char_p
+    stub.cudastub_unknown_workspace.restype = ctypes.c_char_p
     functions = set[str]()
-    for look_up in (stub.cudastub_default, stub.cudastub_unknown_workspace):
-        look_up.restype = ctypes.c_char_p
-    calls = ctypes.c_ulong()
-    place = 0
-    while name := stub.cudastub_default(place, ctypes.byref(calls)):
-        if calls.value and _SIZES.search(name.decode()):
+    # Functions that csrc/ does not define: they return 0 and count their calls, but write no size.
+    num_calls = ctypes.c_ulong()
+    index = 0
+    while name := stub.cudastub_default(index, ctypes.byref(num_calls)):
+        if num_calls.value and _SIZES.search(name.decode()):
             functions.add(name.decode())
-        place += 1
-    place = 0
-    while name := stub.cudastub_unknown_workspace(place):
+        index += 1
+    # Functions that csrc/ defines without knowing the size, once they have been called.
+    index = 0
+    while name := stub.cudastub_unknown_workspace(index):
         functions.add(name.decode())
-        place += 1
+        index += 1
     return sorted(functions)

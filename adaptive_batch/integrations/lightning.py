@@ -130,7 +130,7 @@ class AdaptiveCallback(Callback):
             optimizer: optimizer of the model.
             batch_idx: index of the batch.
         """
-        assert self.step is not None, "training has begun"
+        assert self.step is not None, "on_train_start creates the step"
         if "batch" not in kwargs:
             remedy = "take batch and batch_idx, whose rows can be split"
             raise SettingError("training_step", f"takes {', '.join(kwargs)}", remedy)
@@ -140,28 +140,28 @@ class AdaptiveCallback(Callback):
         # None while Lightning accumulates gradients.
         if clear_gradients is not None:
             clear_gradients()
-        # Function that runs a micro-batch of the current batch.
+        module = trainer.lightning_module
+        # The step, which was created once for all batches, calls this for each micro-batch.
         self._run_part = partial(
             _run_part,
             trainer,
             kwargs,
             optimizer,
             self.adaptive.loss_reduction == "sum",
-            _save_metrics(trainer.lightning_module),
+            _save_metrics(module),
         )
         self._find_bound(trainer, self.step)
         results = self.step(kwargs["batch"])
-        with replaced(trainer.lightning_module, _current_fx_name="training_step"):
-            _log_batch(
-                trainer.lightning_module,
-                [result.logged for result in results],
-                [result.weight for result in results],
-            )
+        logged = [result.logged for result in results]
+        # Lightning logs by the hook in which `log` is called, and no hook is running here.
+        with replaced(module, _current_fx_name="training_step"):
+            _log_batch(module, logged, [result.weight for result in results])
         losses = [result.loss for result in results if result.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
         return ClosureResult(loss, _joined(results))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
+        """Search for the largest micro-batch if it is ``auto`` and not found yet."""
         if not step.sizer.waits_for_search:
             return
         loader = trainer.train_dataloader
@@ -169,12 +169,13 @@ class AdaptiveCallback(Callback):
         (optimizer,) = trainer.optimizers
 
         def to_device(batch: Any) -> Any:
-            # Same order as in Lightning's own loop.
+            # The same steps in the same order as in Lightning's own loop. Lightning calls the hook
+            # of the data module if it has one, else that of the model.
             batch = trainer.precision_plugin.convert_input(batch)
-            hooks = trainer.datamodule
-            if not is_overridden("on_before_batch_transfer", hooks):
-                hooks = trainer.lightning_module
-            return trainer.strategy.batch_to_device(hooks.on_before_batch_transfer(batch, 0))
+            owner = trainer.datamodule
+            if not is_overridden("on_before_batch_transfer", owner):
+                owner = trainer.lightning_module
+            return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
 
         self.adaptive.find_bound(
             step,
@@ -189,7 +190,8 @@ class AdaptiveCallback(Callback):
         if isinstance(trainer.strategy.model, DistributedDataParallel):
             replicas = Replicas(trainer.strategy.model)
             replicas.begin_step()
-            # The training step bypasses DDP's forward, which broadcasts the buffers of rank 0.
+            # DDP's forward would broadcast the buffers of rank 0, but the training step bypasses
+            # it. Entering this context broadcasts them, so that all ranks evaluate the same model.
             with replicas.micro_batch(evaluates=True):
                 pass
 
@@ -211,22 +213,25 @@ class AdaptiveCallback(Callback):
             numbers: number of the batch, and number of the loader if there are several.
         """
         module = trainer.lightning_module
-        # Of each micro-batch; failed attempts are removed.
+        # Outputs and `log` calls of each micro-batch, without those of failed attempts.
         outputs: list[Mapping[str, Any]] = []
         logged: list[_Calls] = []
-        # Names of the means of each attempt.
+        # Names of the means of each micro-batch, with those of failed attempts.
         names: list[list[Any]] = []
 
         def forward(part: Any) -> tuple[torch.Tensor | None, dict[str, Any]]:
-            logged.append({})
-            with _logs_into(logged[-1], module):
-                output = evaluate(part, *numbers)
-            outputs.append(output if isinstance(output, Mapping) else {_ONLY: output})
-            means = _means(outputs[-1], logged[-1])
+            """Return the means of a micro-batch as one tensor, and its other outputs by name."""
+            calls: _Calls = {}
+            logged.append(calls)
+            with _logs_into(calls, module):
+                result = evaluate(part, *numbers)
+            output = result if isinstance(result, Mapping) else {_ONLY: result}
+            outputs.append(output)
+            means = _means(output, calls)
             names.append([*means])
             if names[-1] != names[0]:
                 raise _cannot_split(name, "it logs or returns other names for other rows")
-            others = {key: value for key, value in outputs[-1].items() if key not in means}
+            others = {key: value for key, value in output.items() if key not in means}
             if not means:
                 return None, others
             as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=module.device)
@@ -242,6 +247,7 @@ class AdaptiveCallback(Callback):
 
             return restore
 
+        # The first split of each is checked, as another method or loader may give other results.
         key = (name, *numbers[1:])
         if key not in self._evaluations:
             self._evaluations[key] = EvaluationParts(
@@ -256,13 +262,16 @@ class AdaptiveCallback(Callback):
                 options=self.adaptive.options,
             )
         reduced, others, weights = self._evaluations[key].run(batch, forward, snapshot=snapshot)
-        output, *more = outputs
-        if not more:
+        first_output = outputs[0]
+        if len(outputs) == 1:
+            # Return the output of the whole batch as it is.
             _log_batch(module, logged, weights)
-            return output.get(_ONLY, output)
-        means = {key: reduced[place] for place, key in enumerate(names[0])}
+            return first_output.get(_ONLY, first_output)
+        means = {key: reduced[number] for number, key in enumerate(names[0])}
         _log_batch(module, logged, weights, means=means)
-        joined = others | {key: mean for key, mean in means.items() if key in output}
+        # The other means were only logged.
+        returned_means = {name: mean for name, mean in means.items() if name in first_output}
+        joined = others | returned_means
         return joined.get(_ONLY, joined)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -277,8 +286,8 @@ class AdaptiveCallback(Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-# Value, metric and keyword arguments of each `log` call, by name and number of calls before it with
-# this name.
+# The `log` calls of a micro-batch: value, metric (None if a value was logged) and keyword arguments
+# by name and number of earlier calls with this name.
 _Calls = dict[tuple[str, int], tuple[Any, Metric | None, dict[str, Any]]]
 
 
@@ -306,18 +315,27 @@ def _run_part(
     kwargs: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     is_sum: bool,
-    restore_metrics: Callable[[], None],
+    restore_metrics_of_batch: Callable[[], None],
     part: Part,
 ) -> _Result:
-    """Run a micro-batch; undo the metrics of a trial, a dummy or a failed attempt."""
+    """Run a micro-batch.
+
+    Args:
+        trainer: trainer that owns the loop.
+        kwargs: arguments of ``training_step`` for the whole batch.
+        optimizer: optimizer of the model.
+        is_sum: whether the losses of micro-batches add up, without weights.
+        restore_metrics_of_batch: function that restores the metrics from before the batch.
+        part: micro-batch.
+    """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     module = trainer.lightning_module
     is_counted = not part.is_trial and part.share > 0
-    if not is_counted:
-        restore_metrics = _save_metrics(module)
-    elif part.is_first:
-        # An earlier attempt may have updated the metrics.
-        restore_metrics()
+    if is_counted and part.is_first:
+        # An earlier attempt, which ran out of memory, may have updated the metrics.
+        restore_metrics_of_batch()
+    # Trials and the dummy micro-batch of a rank without rows leave the metrics as they are.
+    restore_metrics = None if is_counted else _save_metrics(module)
     logged: _Calls = {}
     with _logs_into(logged, module):
         result = loop._training_step({**kwargs, "batch": part.batch})
@@ -331,7 +349,7 @@ def _run_part(
             backward = loop._make_backward_fn(optimizer)
             hooks: dict[str, Any] = {}
             if not part.is_last:
-                # The gradients of the batch are still incomplete.
+                # Lightning's calls on_after_backward, but the batch's gradients are not complete.
                 hooks["post_backward"] = lambda loss, module: loss.detach()
             if part.is_trial:
                 # Lightning's backward hooks expect gradients, and a split check computes none.
@@ -340,7 +358,7 @@ def _run_part(
                 with replaced(trainer.precision_plugin, **hooks):
                     backward(loss)
             loss = loss.detach()
-    if not is_counted:
+    if restore_metrics is not None:
         restore_metrics()
     return _Result(part.num_rows, part.num_rows if is_sum else part.share, loss, outputs, logged)
 
@@ -355,7 +373,10 @@ def _cannot_split(name: str, problem: str) -> DoesNotFitError:
 
 
 def _means(output: Mapping[str, Any], calls: _Calls) -> dict[Any, Any]:
-    """Return the means over rows or labels that a step method returned or logged."""
+    """Return the means over rows or labels that a step method returned, by name, or logged, by key
+    of :data:`_Calls`.
+    """
+    # A tensor with a dimension has one entry for each row, even if there is only one row.
     returned = {
         name: value
         for name, value in output.items()
@@ -385,18 +406,20 @@ def _state(module: LightningModule) -> list[torch.Tensor]:
     """Return the state that a step method may change: states of torchmetrics, tensors, and the
     values and lengths of other attributes.
     """
-    states = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    attributes = vars(module).values()
+    states = [value for value in attributes if isinstance(value, torch.Tensor)]
     for metric in module.modules():
         if isinstance(metric, Metric):
             for state in metric.metric_state.values():
                 tensors = [each for each in leaves(state) if isinstance(each, torch.Tensor)]
                 if tensors:
                     states.append(torch.cat([each.reshape(-1).float() for each in tensors]))
-    attributes = [
+    # A number changes its hash, and a list that collects results changes its length.
+    others = [
         hash(value) if isinstance(value, int | float) else len([*leaves(value)])
-        for value in vars(module).values()
+        for value in attributes
     ]
-    return [*states, torch.tensor(attributes)]
+    return [*states, torch.tensor(others)]
 
 
 @contextmanager
@@ -408,11 +431,12 @@ def _logs_into(logged: _Calls, module: LightningModule) -> Iterator[None]:
         metric = None
         if isinstance(value, Metric):
             metric = value
+            # The value of the micro-batch; the metric itself accumulates over the epoch.
             value = metric._forward_cache
         if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
             value = value.detach()
-        number = sum(name == other for other, _ in logged)
-        logged[name, number] = value, metric, keywords
+        num_earlier = sum(name == logged_name for logged_name, _ in logged)
+        logged[name, num_earlier] = value, metric, keywords
 
     with replaced(module, log=log):
         yield
@@ -442,35 +466,39 @@ def _log_batch(
         means: values that are already reduced.
     """
     for key in dict.fromkeys(key for calls in logged for key in calls):
-        of_parts = [
-            (calls[key], weight)
-            for calls, weight in zip(logged, weights, strict=True)
-            if key in calls
+        # A micro-batch may not have logged this value.
+        calls_of_key = [calls[key] for calls in logged if key in calls]
+        weights_of_key = [
+            weight for calls, weight in zip(logged, weights, strict=True) if key in calls
         ]
-        values, metrics, given = zip(*(call for call, _ in of_parts), strict=True)
-        *_, metric = metrics
-        *_, keywords = given
-        reduction = _reduction(metric, keywords)
-        value = over_parts(values, [weight for _, weight in of_parts], reduction)
+        values = [value for value, _, _ in calls_of_key]
+        _, metric, keywords = calls_of_key[-1]
+        value = over_parts(values, weights_of_key, _reduction(metric, keywords))
         if metric is not None:
             # Lightning logs this value for the step and computes the epoch's from the state.
             metric._forward_cache = value
             value = metric
         if keywords.get("batch_size") is not None:
-            keywords = keywords | {"batch_size": sum(each["batch_size"] for each in given)}
-        module.log(key[0], means.get(key, value), **keywords)
+            num_rows = sum(given["batch_size"] for _, _, given in calls_of_key)
+            keywords = keywords | {"batch_size": num_rows}
+        name, _ = key
+        module.log(name, means.get(key, value), **keywords)
 
 
 def _joined(results: Sequence[_Result]) -> dict[str, Any]:
-    """Join the outputs of all micro-batches."""
+    """Join the outputs of all micro-batches: concatenate tensors with one entry per row, and keep
+    the last micro-batch's value of all others.
+    """
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for result in results for name in result.outputs):
-        of_parts = [result for result in results if name in result.outputs]
-        values = [result.outputs[name] for result in of_parts]
-        joined[name] = values[-1]
-        if len(values) > 1 and all(
+        with_name = [result for result in results if name in result.outputs]
+        values = [result.outputs[name] for result in with_name]
+        have_entry_per_row = all(
             isinstance(value, torch.Tensor) and value.dim() and len(value) == result.num_rows
-            for value, result in zip(values, of_parts, strict=True)
-        ):
+            for value, result in zip(values, with_name, strict=True)
+        )
+        if len(values) > 1 and have_entry_per_row:
             joined[name] = torch.cat(values)
+        else:
+            joined[name] = values[-1]
     return joined

@@ -6,6 +6,7 @@ import pytest
 
 from adaptive_batch import SettingError
 from adaptive_batch.__main__ import emulated_device, main
+from adaptive_batch.emulate import launcher
 from adaptive_batch.emulate.launcher import report_lines
 from adaptive_batch.emulate.process import SOURCES
 
@@ -104,6 +105,21 @@ def test_inexact_parts_are_named():
     assert "their peak is a guess: a.py:3 (topk)." in lines
     assert "they were not computed: a.py:9 (addmm)." in lines
     assert "cudnnX" in lines
+
+
+@pytest.mark.parametrize(
+    ("script", "minutes", "result"),
+    [
+        ("sleep 60", 0.01, (0, True)),
+        ("sleep 1; kill -INT $PPID; sleep 60", None, (143, False)),
+        ("sleep 1; kill -INT $PPID; sleep 60", 1, (143, False)),
+        ("exit 3", 1, (3, False)),
+    ],
+)
+def test_ctrl_c_is_not_a_time_limit(script, minutes, result, tmp_path, monkeypatch):
+    monkeypatch.setattr(launcher, "SECONDS_TO_END", 0.2)
+    command = ["sh", "-c", f"trap '' INT; {script}"]
+    assert launcher._run(command, tmp_path, dict(os.environ), minutes) == result
 
 
 # --- the library that redirects writes
