@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
 from torch.utils.data import BatchSampler
 
@@ -129,8 +129,9 @@ class AdaptiveBatches(Batches):
         if sampler is not None:
             _check_sampler(sampler, sampling)
             self._sampler = SamplerOrder(sampler)
-        is_adapted = isinstance(dataset, DatasetAdapter)
-        rows = dataset if is_adapted else DatasetAdapter(dataset, row_length)
+        rows = (
+            dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
+        )
         self._listeners: list[Event] = []
         super().__init__(
             rows,
@@ -238,8 +239,7 @@ class AdaptiveBatches(Batches):
 def _sizer_of(maximum: Any, batch_tokens: int | None) -> Sizer:
     """Return `maximum` if it is a sizer, else a sizer for this number of rows, or for no limit."""
     if hasattr(maximum, "max_batch_size"):
-        sizer: Sizer = maximum
-        return sizer
+        return cast(Sizer, maximum)
     if maximum is not None:
         remedy = "give a whole number of rows, or the sizer of an AdaptiveStep"
         check_whole("maximum", maximum, remedy=remedy)

@@ -75,14 +75,14 @@ class MicroBatchLimit:
     def fullest(self, pieces: Sequence[MicroBatch]) -> MicroBatch:
         """Return the micro-batch that uses most of the limit."""
 
-        def key(piece: MicroBatch) -> tuple[int, int]:
+        def fullness(piece: MicroBatch) -> tuple[int, int]:
             rows = len(piece.rows)
-            # By tokens, one of several rows, which can be made smaller.
+            # By tokens, all of several rows are alike. One row comes last, as it cannot be split.
             if self.unit == "tokens":
                 rows = min(2, rows)
             return rows, piece.run_tokens
 
-        return max(pieces, key=key)
+        return max(pieces, key=fullness)
 
 
 @dataclass(frozen=True)
@@ -149,11 +149,11 @@ class MicroBatchLayout:
 
     def padded(self, length: int) -> int:
         """Return the tokens that rows of up to `length` tokens are padded to, at least 1."""
-        length = max(1, self.shortest, length)
-        rounded = round_up(length, self.pad_to_multiple_of)
+        needed = max(1, self.shortest, length)
+        rounded = round_up(needed, self.pad_to_multiple_of)
         if self.longest is None:
             return rounded
-        return max(length, min(rounded, self.longest))
+        return max(needed, min(rounded, self.longest))
 
     def padded_lengths(self, lengths: Sequence[int]) -> list[int]:
         """Return the length that each row is padded to."""
@@ -250,17 +250,20 @@ def micro_batches(
     # A short cut for most steps.
     if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
         return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
-    longest = max(lengths) if layout.uniform in ("lengths", "both") else 0
+    # Every micro-batch is padded to at least this length.
+    least_length = max(lengths) if layout.uniform in ("lengths", "both") else 0
     pieces = []
     for rows in kind.cut(lengths, limit, layout):
-        own_lengths = tuple(map(lengths.__getitem__, rows))
+        own_lengths = tuple(lengths[row] for row in rows)
         if kind.pads:
-            pieces.append(MicroBatch(rows, layout.padded(longest or max(own_lengths))))
+            length = layout.padded(max(least_length, *own_lengths))
+            pieces.append(MicroBatch(rows, length))
         else:
             mean_length = math.ceil(sum(own_lengths) / len(own_lengths))
             pieces.append(MicroBatch(rows, mean_length, own_lengths))
     if not layout.keeps_order(limit):
-        # The others can reuse the memory of the largest in the allocator's cache, not the reverse.
+        # Run the largest first: the others reuse its memory from the allocator's cache. A larger
+        # one that comes later would not fit in cached blocks, and needs new memory.
         pieces.sort(key=lambda piece: (piece.run_tokens, piece.length), reverse=True)
     return pieces
 
@@ -268,6 +271,7 @@ def micro_batches(
 def _cut_padded(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
 ) -> list[list[int]]:
+    # Rows of a micro-batch, however long they are.
     max_rows = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         max_rows = largest_divisor(len(lengths), at_most=max_rows)
@@ -276,6 +280,7 @@ def _cut_padded(
     padded = layout.padded_lengths(lengths)
     if layout.uniform is None:
         return _grouped(padded, limit.amount)
+    # By tokens, uniform micro-batches have rows of similar length, which need the least padding.
     by_length = sorted(range(len(padded)), key=padded.__getitem__, reverse=True)
     return [sorted(piece) for piece in split_by_rows(by_length, max_rows)]
 
@@ -308,84 +313,96 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Group rows by length into the fewest groups of at most `max_tokens` padded tokens, rows x
     longest, with little padding and of nearly equal size. A longer row is a group by itself.
 
-    Among groupings with the fewest groups, the result has the least sum over groups of the tokens
-    and their square, as a share of the limit. Least padding alone would leave a group of
-    one row where all are equally long.
+    The cost of a group of `t` tokens is t * (max_tokens + t). Of all groupings with the fewest
+    groups, the result has the least sum of costs. The first term counts padding. The second makes
+    sizes equal: without it, rows of equal length could leave a group of one row.
 
-    Rows sorted by length are cut into consecutive groups, which some best grouping always is:
-    swapping two rows so that the shorter lies in the group with the shorter longest row lengthens
-    neither. For each number of shortest rows in turn: the fewest groups of them, and the least cost
-    with so few. Takes time in rows x rows of a group.
+    Rows are sorted by length and cut into groups of neighbours. Some best grouping always has this
+    form: exchanging rows so that the shorter one is in the group whose longest row is shorter does
+    not lengthen any group. The algorithm is dynamic programming over the number of shortest rows.
+    Its time grows with rows x rows of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    fewest = [0]
+    # By number of shortest rows: the fewest groups of these rows, the least cost of so few groups,
+    # and the position in `order` at which the last of these groups begins.
+    fewest_groups = [0]
     least_cost = [0]
-    begin = [0]
+    begin_of_last = [0]
     for end, row in enumerate(order, start=1):
         longest = lengths[row]
-        # Of a longer row's group the best beginning is never further left: the costs have the
+        max_rows = max(1, max_tokens // max(1, longest))
+        # With a longer last row, the best begin is never further left: the costs have the
         # quadrangle inequality (Yao, 1980).
-        first = max(begin[-1], end - max(1, max_tokens // max(1, longest)))
+        first = max(begin_of_last[-1], end - max_rows)
         costs = []
-        for start in range(first, end):
-            # Equal sizes never pay for one micro-batch more, nor does less padding.
-            if fewest[start] > fewest[first]:
+        for begin in range(first, end):
+            # One more group is never worth its lower cost.
+            if fewest_groups[begin] > fewest_groups[first]:
                 break
-            tokens = (end - start) * longest
-            costs.append(least_cost[start] + tokens * (max_tokens + tokens))
+            tokens = (end - begin) * longest
+            costs.append(least_cost[begin] + tokens * (max_tokens + tokens))
         cost = min(costs)
-        fewest.append(fewest[first] + 1)
+        fewest_groups.append(fewest_groups[first] + 1)
         least_cost.append(cost)
-        begin.append(first + costs.index(cost))
-    return _cut(order, begin)
+        begin_of_last.append(first + costs.index(cost))
+    return _cut(order, begin_of_last)
 
 
-def _cut(order: Sequence[int], begin: Sequence[int]) -> list[list[int]]:
-    """Cut rows into groups from the end, `begin` being where the group that ends at each position
-    begins.
+def _cut(order: Sequence[int], begin_of_last: Sequence[int]) -> list[list[int]]:
+    """Cut rows into groups, the last group first.
+
+    Args:
+        order: rows in their order.
+        begin_of_last: by number of first rows, the position at which the last group of them begins.
     """
     groups = []
     end = len(order)
     while end:
-        groups.append(sorted(order[begin[end] : end]))
-        end = begin[end]
+        begin = begin_of_last[end]
+        groups.append(sorted(order[begin:end]))
+        end = begin
     return groups
 
 
 def _grouped_by_time(
-    lengths: Sequence[int], most: Sequence[int], time: MicroBatchTime
+    lengths: Sequence[int], max_rows: Sequence[int], time: MicroBatchTime
 ) -> list[list[int]]:
-    """Group rows so that the sum of the groups' times is least; `most` has the most rows of a group
-    for each longest row.
+    """Group rows so that the sum of the groups' times is least.
 
-    As in :func:`_grouped`, rows sorted by length are cut into neighbours.
+    As in :func:`_grouped`, rows are sorted by length and cut into groups of neighbours by dynamic
+    programming.
+
+    Args:
+        lengths: padded tokens of each row.
+        max_rows: for each row, the most rows of a group in which it is the longest.
+        time: model of the time of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
+    # By number of shortest rows: the least time of their groups, and the position in `order` at
+    # which the last of these groups begins.
     least_time = torch.zeros(len(order) + 1, dtype=torch.float64)
-    begin = [0]
-    fewer = torch.arange(len(order), -1, -1, dtype=torch.float64)
+    begin_of_last = [0]
     for end, row in enumerate(order, start=1):
-        first = max(0, end - most[row])
-        times = torch.add(
-            least_time[first:end],
-            fewer[len(order) - end + first : len(order)],
-            alpha=time.token * lengths[row],
-        )
-        begin.append(first + int(times.argmin()))
-        least_time[end] = times[begin[end] - first] + time.fixed
-    return _cut(order, begin)
+        first = max(0, end - max_rows[row])
+        # The last group may begin at any position from `first` to `end` - 1.
+        rows_of_last = torch.arange(end - first, 0, -1, dtype=torch.float64)
+        times = least_time[first:end].add(rows_of_last, alpha=time.token * lengths[row])
+        begin_of_last.append(first + int(times.argmin()))
+        least_time[end] = times.min() + time.fixed
+    return _cut(order, begin_of_last)
 
 
 def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Put rows, the longest first, each into the first micro-batch that has room (first-fit
-    decreasing: Johnson, 1973); return the same number of nearly equal size if possible.
+    decreasing: Johnson, 1973). Return the same number of micro-batches of nearly equal size if they
+    are within the limit, else these.
     """
     pieces: list[list[int]] = []
+    # Tokens that are left in each micro-batch.
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        number = next(
-            (number for number, left in enumerate(room) if left >= lengths[row]), len(room)
-        )
+        with_room = (number for number, left in enumerate(room) if left >= lengths[row])
+        number = next(with_room, len(room))
         if number == len(room):
             pieces.append([])
             room.append(max_tokens)
@@ -393,7 +410,8 @@ def _packed(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
         room[number] -= lengths[row]
     equal_pieces = spread_by_tokens(lengths, len(pieces))
     for rows in equal_pieces:
-        if len(rows) > 1 and sum(map(lengths.__getitem__, rows)) > max_tokens:
+        # A row that alone is above the limit is a micro-batch by itself.
+        if len(rows) > 1 and sum(lengths[row] for row in rows) > max_tokens:
             return [sorted(piece) for piece in pieces]
     return equal_pieces
 
@@ -402,11 +420,13 @@ def spread_by_tokens(lengths: Sequence[int], groups: int) -> list[list[int]]:
     """Divide rows into groups of nearly equal tokens: each row, the longest first, goes to the
     group with the fewest (Graham, 1969). No group is empty unless there are fewer rows than groups.
     """
+    # A heap of the tokens, rows and number of each group: the first entry has the fewest tokens,
+    # and of groups with equal tokens the fewest rows.
     loads = [(0, 0, group) for group in range(groups)]
     divided: list[list[int]] = [[] for _ in range(groups)]
     for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        tokens, rows, group = loads[0]
-        heapreplace(loads, (tokens + lengths[row], rows + 1, group))
+        tokens, num_rows, group = loads[0]
+        heapreplace(loads, (tokens + lengths[row], num_rows + 1, group))
         divided[group].append(row)
     return list(map(sorted, divided))
 
@@ -476,6 +496,8 @@ def balance_by_tokens(
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
     if not layout.is_usual:
+        # In turns that reverse: of 2 * ranks rows, a rank has one of the first half, and the one at
+        # the same distance from the end.
         return [
             sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks])
             for rank in range(ranks)
@@ -492,6 +514,7 @@ def balance_by_tokens(
     if layout.uniform is None and limit.unit == "tokens":
         num_waves = math.ceil(_fewest_groups(max_rows) / ranks)
     else:
+        # One wave: a rank has one group of neighbours, which it cuts into equal micro-batches.
         num_waves = 1
         micro_batches_each = math.ceil(len(order) / (ranks * max_rows[0]))
         if layout.uniform is None and micro_batches_each > 1:
@@ -499,6 +522,7 @@ def balance_by_tokens(
         max_rows = [micro_batches_each * rows for rows in max_rows]
     divided: list[list[int]] = [[] for _ in range(ranks)]
     for wave in _SortedRows(padded, max_rows).waves(num_waves, ranks):
+        # The last wave may have fewer groups than there are ranks.
         for positions, (start, end) in zip(divided, wave, strict=False):
             positions += order[start:end]
     return [sorted(positions) for positions in divided]
@@ -537,58 +561,64 @@ class _SortedRows:
             end, tokens = self._next_wave(start, waves_left, ranks)
             groups = []
             for groups_after in range(min(ranks, end - start) - 1, -1, -1):
-                rows = min(tokens // self._lengths[start] or 1, self._max_rows[start])
+                rows_within_tokens = max(1, tokens // self._lengths[start])
                 # Leave a row for each of the later groups.
-                rows = min(rows, end - start - groups_after)
+                rows_to_spare = end - start - groups_after
+                rows = min(rows_within_tokens, self._max_rows[start], rows_to_spare)
                 groups.append((start, start + rows))
                 start += rows
             yield groups
 
     def _next_wave(self, start: int, num_waves: int, ranks: int) -> tuple[int, int]:
         """Return the end of the next wave and the most tokens of its groups. They minimize the time
-        of the remaining waves if the later ones are alike.
+        of the remaining waves, which is the sum of the most tokens of each, if all later waves have
+        groups of one size.
         """
-        last = len(self._lengths)
-        later = num_waves - 1
-        alike = self._least_tokens(start, last, ranks * num_waves, at_most=self._largest)
-        assert alike is not None, "this many full groups take all rows"
-        if not later:
-            return last, alike
-        best = alike
-        least_time = num_waves * alike
+        num_rows = len(self._lengths)
+        num_later = num_waves - 1
+        # The most tokens of a group if this wave is like the later ones.
+        equal_tokens = self._least_tokens(start, num_rows, ranks * num_waves, at_most=self._largest)
+        assert equal_tokens is not None, "this many full groups take all rows"
+        if num_later == 0:
+            return num_rows, equal_tokens
+        best_tokens = equal_tokens
+        least_time = num_waves * equal_tokens
         for percent in TRIED_PERCENT:
-            tokens = max(percent * alike // 100, self._lengths[start])
+            tokens = max(percent * equal_tokens // 100, self._lengths[start])
             end = self._reached(start, ranks, tokens)
-            # With more tokens, the total time would not be less.
-            at_most = (least_time - tokens - 1) // later
-            later_tokens = self._least_tokens(end, last, ranks * later, at_most=at_most)
+            # With more tokens in each later wave, the time would not be less than `least_time`.
+            at_most = (least_time - tokens - 1) // num_later
+            later_tokens = self._least_tokens(end, num_rows, ranks * num_later, at_most=at_most)
             if later_tokens is not None:
-                best = tokens
-                least_time = tokens + later * later_tokens
-        return self._reached(start, ranks, best), best
+                best_tokens = tokens
+                least_time = tokens + num_later * later_tokens
+        return self._reached(start, ranks, best_tokens), best_tokens
 
     def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
         """Return the fewest tokens of a group with which `groups` groups hold the rows from `start`
         to `end`; None if that is more than `at_most`.
         """
-        mean = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
-        low = max(self._lengths[start], mean)
-        high = at_most
-        if high < low or self._reached(start, groups, high) < end:
+        mean_tokens = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
+        at_least = max(self._lengths[start], mean_tokens)
+        if at_most < at_least or self._reached(start, groups, at_most) < end:
             return None
+        # Groups of more tokens reach further, so bisect for the fewest that reach `end`.
         return bisect_left(
-            range(high), end, lo=low, key=lambda tokens: self._reached(start, groups, tokens)
+            range(at_most),
+            end,
+            lo=at_least,
+            key=lambda tokens: self._reached(start, groups, tokens),
         )
 
     def _reached(self, start: int, groups: int, tokens: int) -> int:
-        """Return the end of `groups` full groups."""
+        """Return the end of `groups` groups from `start` on, each filled to `tokens` tokens."""
         lengths = self._lengths
         max_rows = self._max_rows
-        last = len(self._lengths)
+        num_rows = len(lengths)
         for _ in range(groups):
-            if start >= last:
+            if start >= num_rows:
                 break
             rows = tokens // lengths[start] or 1
             # Not min(): most of the time of balancing is spent in this loop.
             start += rows if rows < max_rows[start] else max_rows[start]
-        return min(start, last)
+        return min(start, num_rows)

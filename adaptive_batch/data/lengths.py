@@ -184,12 +184,10 @@ def count_other_bytes(row: Any) -> int:
         return 0 if is_text else int(row.nbytes)
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
-    if isinstance(row, list | tuple) and row:
-        # A list of integers or texts holds tokens.
-        if isinstance(row[0], int | str):
-            return 0
+    if isinstance(row, list | tuple) and row and not isinstance(row[0], int | str):
         # Collate functions turn a list of floats into float32.
         return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
+    # Tokens or text in a list, or a value without a size.
     return 0
 
 

@@ -61,14 +61,12 @@ class RowLengths:
     @cached_property
     def packed(self) -> list[str]:
         """Lengths as compressed text; those without padding only if they differ."""
-        tensors = [self.all]
-        if not torch.equal(self.all, self.real):
-            tensors.append(self.real)
+        is_padded = not torch.equal(self.all, self.real)
         return [
             base64.b64encode(
                 zlib.compress(lengths.to(torch.int32).numpy().tobytes(), level=1)
             ).decode()
-            for lengths in tensors
+            for lengths in ([self.all, self.real] if is_padded else [self.all])
         ]
 
     @classmethod
