@@ -73,6 +73,7 @@ class TorchFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "torch" or self.is_searching:
             return None
+        # The search below asks all finders, this one too.
         self.is_searching = True
         try:
             spec = find_cuda_build()
@@ -83,16 +84,18 @@ class TorchFinder(MetaPathFinder):
         if spec is None or spec.loader is None or spec.origin is None:
             return spec
         package = Path(spec.origin).parent
-        execute = spec.loader.exec_module
+        import_torch = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
+            """Import torch with the emulated CUDA, then install the values and the record."""
             sys.meta_path.remove(self)
             try:
                 stubs = load_stubs(package)
             except EmulationError as error:
                 sys.exit(f"adaptive-batch emulate: {error}")
+            # torch preloads CUDA's libraries from a folder on sys.path.
             sys.path.insert(0, f"{stubs}/wheels")
-            execute(module)
+            import_torch(module)
             sys.path.remove(f"{stubs}/wheels")
             if os.environ.get("EMULATE_VALUES") == "1":
                 from . import values
@@ -128,8 +131,9 @@ def find_cuda_build() -> ModuleSpec | None:
 
 
 def load_stubs(package: Path) -> Path:
-    """Load the emulated CUDA for the torch in a folder and return its folder."""
+    """Load the emulated CUDA for the torch in a folder, and return the folder of its libraries."""
     stubs = stub_folder(package)
+    # All others are linked to the first, and CUDA's runtime to the second and the third.
     sonames = [STUB, DRIVER, MANAGEMENT]
     sonames += [path.name for path in sorted(stubs.glob("lib*.so.*")) if path.name not in sonames]
     for name in sonames:
@@ -184,17 +188,20 @@ def stub_folder(package: Path) -> Path:
             f" {OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
         )
     assert cuda is not None, f"torch {version} is not a CUDA build"
+    # The libraries depend on this module, the C sources and the names of the installed packages.
     digest = hashlib.sha256(Path(__file__).read_bytes())
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.read_bytes())
     folders = filter(os.path.isdir, sys.path)
-    packages = [Path(path) for path in folders if path.endswith(("site-packages", "dist-packages"))]
-    for folder in packages:
+    installed = [
+        Path(path) for path in folders if path.endswith(("site-packages", "dist-packages"))
+    ]
+    for folder in installed:
         digest.update("".join(sorted(os.listdir(folder))).encode())
     stubs = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
     with _built_once(stubs) as new:
         if new is not None:
-            _build(package, cuda, _extensions(packages), new)
+            _build(package, cuda, _extensions(installed), new)
     return stubs
 
 
@@ -215,13 +222,14 @@ def preloaded_library() -> Path:
 
 @contextmanager
 def _built_once(folder: Path) -> Iterator[Path | None]:
-    """Yield a new folder that replaces `folder` at the end; None if `folder` exists."""
+    """Yield a new folder that becomes `folder` at the end; None if `folder` exists."""
     if folder.exists():
         yield None
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # ranks start together
+        # Ranks start together: the first one builds while the others wait here.
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if folder.exists():
             yield None
             return
@@ -233,6 +241,15 @@ def _built_once(folder: Path) -> Iterator[Path | None]:
 
 
 def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -> None:
+    """Build the emulated libraries.
+
+    Args:
+        package: folder of a CUDA build of torch.
+        cuda: version of CUDA.
+        extensions: shared libraries of other packages that use CUDA.
+        folder: folder for the libraries.
+    """
+    # Functions that anything imports from CUDA's libraries, and the names of these libraries.
     imported, sonames = set[str](), set[str]()
     for library in extensions:
         imported |= _imported_functions(library)
@@ -241,6 +258,7 @@ def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -
             imported |= _imported_functions(library)
             needed = re.findall(r"NEEDED.*\[(.*)\]", _run("readelf", "-d", library))
             sonames |= set(filter(_SONAME.fullmatch, needed))
+    # PyTorch looks up functions of the driver and of NVML by name.
     looked_up = re.findall(
         rb"\0((?:cu[A-Z]|nvml)\w{3,60})(?=\0)", (package / "lib/libc10_cuda.so").read_bytes()
     )
@@ -262,30 +280,28 @@ def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -
             objects.append(folder / f"{path.stem}.o")
             _gcc("-c", path, "-o", objects[-1], *flags)
     defined = {name for one in objects for name in _defined_functions(one)}
+    # Each function that csrc/ does not define returns 0 and counts its calls.
     names = sorted(imported - defined)
-    table = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
-    table += [f"unsigned long default_calls[{len(names) + 1}];"]
-    table += [
+    lines = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
+    lines += [f"unsigned long default_calls[{len(names) + 1}];"]
+    lines += [
         f"long {name}(void) {{ default_calls[{i}]++; return 0; }}" for i, name in enumerate(names)
     ]
     defaults, empty = folder / "defaults.c", folder / "empty.c"
-    defaults.write_text("\n".join(table))
+    defaults.write_text("\n".join(lines))
     empty.write_text("")
     soname = f"-Wl,-soname,{STUB}"
     libraries = ("-lpthread", "-ldl", "-lrt")
     _gcc("-shared", "-w", "-o", folder / STUB, *objects, defaults, *libraries, soname)
+    # Each of CUDA's libraries is an empty one that is linked to the stub.
     for name in (DRIVER, MANAGEMENT, *sorted(sonames - {DRIVER, MANAGEMENT})):
-        leads_to = ["-lcudastub", "-Wl,-rpath,$ORIGIN"]
+        linked = ["-lcudastub", "-Wl,-rpath,$ORIGIN"]
         if name.startswith("libcudart."):
-            leads_to += [f"-l:{DRIVER}", f"-l:{MANAGEMENT}"]
-        place: list[str | Path] = [
-            "-o",
-            folder / name,
-            empty,
-            f"-Wl,-soname,{name}",
-            "-Wl,--no-as-needed",
-        ]
-        _gcc("-shared", *place, f"-L{folder}", *leads_to)
+            linked += [f"-l:{DRIVER}", f"-l:{MANAGEMENT}"]
+        # Without this flag, the linker drops libraries whose functions an empty library never uses.
+        keeps_linked = "-Wl,--no-as-needed"
+        own: list[str | Path] = ["-o", folder / name, empty, f"-Wl,-soname,{name}"]
+        _gcc("-shared", *own, keeps_linked, f"-L{folder}", *linked)
     # torch preloads CUDA's libraries from such a folder on sys.path.
     preloaded = folder / f"wheels/nvidia/cu{major}"
     preloaded.mkdir(parents=True)
@@ -293,7 +309,9 @@ def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -
 
 
 def _required_version(library: str) -> int:
-    """Return the version of cuDNN or NCCL that torch's wheel requires, in the library's format."""
+    """Return the version of cuDNN or NCCL that torch's wheel requires, as one number in the
+    library's format, such as 92001 for 9.20.1.
+    """
     wheels = " ".join(metadata.requires("torch") or ())
     found = re.search(rf"nvidia-{library}(?:-cu\d+)? ?\(?==(\d+)\.(\d+)(?:\.(\d+))?", wheels)
     if found is None:

@@ -89,36 +89,40 @@ def install() -> None:
     }
     has_kernel = _C._dispatch_has_kernel_for_dispatch_key
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # each is registered a second time
+        # PyTorch warns that each operator is registered a second time.
+        warnings.simplefilter("ignore")
         for name in _C._dispatch_get_all_op_names():
-            own_name = name.removeprefix("aten::")
-            base, _, overload = own_name.partition(".")
-            has_cuda_kernel = own_name in special or has_kernel(name, "CUDA")
-            is_left_alone = own_name == name or {base, own_name} & _LEFT_ALONE
+            aten_name = name.removeprefix("aten::")
+            base, _, overload = aten_name.partition(".")
+            has_cuda_kernel = aten_name in special or has_kernel(name, "CUDA")
+            is_of_other_library = aten_name == name
+            is_left_alone = is_of_other_library or {base, aten_name} & _LEFT_ALONE
             if is_left_alone or not has_cuda_kernel:
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             aliases = [result.alias_info for result in operator._schema.returns]
+            # A result that shares memory which the operator does not write is a view.
             if any(alias is not None and not alias.is_write for alias in aliases):
-                continue  # a view
-            make = special.get(own_name) or special.get(base, _Operator)
-            kernel = make(operator, torch.library.get_kernel(name, "CUDA"))
-            library.impl(own_name, kernel, "CUDA", with_keyset=True, allow_override=True)
+                continue
+            make_kernel = special.get(aten_name) or special.get(base, _Operator)
+            kernel = make_kernel(operator, torch.library.get_kernel(name, "CUDA"))
+            library.impl(aten_name, kernel, "CUDA", with_keyset=True, allow_override=True)
     _fill_what_compiled_code_allocates()
 
 
 def program_line() -> str:
     """Return the line of the program that is running, and the library's line that it called."""
-    frames = list[str]()
+    lines = list[str]()
     frame = sys._getframe(1)
     while frame is not None:
         line = line_of(frame.f_code.co_filename, frame.f_lineno)
         if line is not None:
-            frames.append(line)
+            lines.append(line)
+            # The innermost line outside of installed packages is the program's own.
             if "site-packages" not in frame.f_code.co_filename:
                 break
         frame = frame.f_back  # type: ignore[assignment]
-    return join_lines(frames)
+    return join_lines(lines)
 
 
 def line_of(file: str, number: int) -> str | None:
@@ -130,7 +134,8 @@ def line_of(file: str, number: int) -> str | None:
 
 
 def join_lines(lines: list[str]) -> str:
-    """Join the innermost line and the program's own."""
+    """Join the innermost line, which comes first, and the program's own, which is the last."""
+    # Backward runs in PyTorch's own threads, whose stacks have no line of the program.
     if not lines:
         return "backward"
     return lines[0] if len(lines) == 1 else f"{lines[0]}, from {lines[-1]}"
@@ -157,6 +162,7 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.numel():
         return torch.empty_strided(size, stride, dtype=tensor.dtype, device="cpu")
     memory, start = _arena()
+    # Elements from the first to the last one of the tensor.
     span = 1 + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
     offset = tensor.data_ptr() - start
     flat = torch.frombuffer(memory, dtype=tensor.dtype, count=span, offset=offset)
@@ -242,11 +248,14 @@ def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | No
     host = on_host(tensor)
     first = args[0] if args and isinstance(args[0], torch.Tensor) else None
     if tensor.dtype == torch.bool:
-        is_same = name in ("eq", "ne") and len(args) > 1 and args[0] is args[1]
-        host.fill_((name not in _ALARMS) != is_same)
+        # A comparison with itself looks for NaN: there `ne` is the alarm, and `eq` is none.
+        is_with_itself = name in ("eq", "ne") and len(args) > 1 and args[0] is args[1]
+        is_alarm = (name in _ALARMS) != is_with_itself
+        host.fill_(not is_alarm)
     elif not _is_exact(tensor):
         host.fill_(1)
     elif name in _POSITIONS and first is not None and first.dim() and dim is not None:
+        # Positions 0, 1, 2, ... along the dimension that the operator has searched.
         rows = host if tensor.dim() < first.dim() else host.movedim(dim, -1)
         numbers = torch.arange(tensor.numel(), device="cpu")
         rows.copy_((numbers % max(first.size(dim), 1)).view(rows.shape))
@@ -255,12 +264,13 @@ def _fill_default(tensor: torch.Tensor, name: str, args: Any = (), dim: int | No
 
 
 def _alternate(flag: torch.Tensor) -> None:
-    """Make a flag false at every second call of a line, so that both branches run and loops until
-    no element is out of bounds (`trunc_normal_`) end.
+    """Make a flag false at every second call of a line. So both branches of the program run, and
+    loops end that run until no element is out of bounds (`trunc_normal_`).
     """
     if flag.numel() == 1 and on_host(flag).item():
         line = program_line()
         on_host(flag).fill_(line not in _lines_with_any)
+        # Add the line if it is not in the set, else remove it.
         _lines_with_any.symmetric_difference_update([line])
 
 
@@ -287,20 +297,20 @@ class _Operator:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        # A kernel may call other operators, which have computed the values already.
-        self.changed = [name for name in self.written if name in self.positional]
-        dispatch = _C._dispatch_has_computed_kernel_for_dispatch_key
+        # Arguments that are written in place, unlike `out=`, whose former values are not read.
+        self.in_place = [name for name in self.written if name in self.positional]
+        has_kernel = _C._dispatch_has_computed_kernel_for_dispatch_key
         full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
-        self.has_cpu_kernel: bool = dispatch(full_name, "CPU")
+        self.has_cpu_kernel: bool = has_kernel(full_name, "CPU")
 
     def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
         given = {**self.defaults, **dict(zip(self.positional, args, strict=False)), **kwargs}
-        other = next(_tensors(given), None)
+        first_tensor = next(_tensors(given), None)
         for name in self.tensors:
-            given[name] = _as_tensor(given[name], other)
+            given[name] = _as_tensor(given[name], first_tensor)
         seed = _seed(given["generator"]) if "generator" in given else None
-        changed = _tensors([given[name] for name in self.changed])
-        before = [(one, on_host(one).clone()) for one in changed if has_values(one)]
+        in_place = _tensors([given[name] for name in self.in_place])
+        before = [(one, on_host(one).clone()) for one in in_place if has_values(one)]
         result = self._call(partial(self.cuda_kernel.call_boxed, keyset), given)
         read = list(_tensors(given))
         written = list(_tensors([given[name] for name in self.written]))
@@ -311,13 +321,17 @@ class _Operator:
         ]
         have_values = all(map(has_values, [*read, *outputs]))
         if self.name in _OVERWRITING and outputs and outputs[0].nbytes == _storage(outputs[0])[1]:
-            del read[0]  # the output fills its storage
+            # The operator fills the whole storage, so it does not depend on the former values.
+            del read[0]
         origin = _why_made_up(read)
         is_made_up_position = origin is not None and self.name in _POSITIONS
+        # Compute small results on the CPU, at the addresses of the CUDA kernel's.
         if self.has_cpu_kernel and have_values and not is_made_up_position:
+            # The CUDA kernel may have called other operators, which have changed the arguments.
             for tensor, content in before:
                 on_host(tensor).copy_(content)
-            # A CPU kernel may lack a dtype, or refuse values that were not computed.
+            # A CPU kernel may lack a dtype, or refuse values that were not computed. Then the
+            # results get defaults below.
             with suppress(Exception):
                 values = self._compute(given, seed)
                 if not written:
@@ -331,10 +345,12 @@ class _Operator:
                 if self.name == "any" and origin in _COMPARISONS:
                     _alternate(outputs[0])
                 return values if self.name == "equal" else result
+        # The results are not computed: write defaults into the small ones.
         origin = origin or self.name
-        is_many = "foreach" in self.name or "fused" in self.name
+        # Operators on lists update parameters and states in place, whose values stay as they are.
+        updates_list = bool(written) and ("foreach" in self.name or "fused" in self.name)
         for tensor in outputs:
-            if not (written and is_many):
+            if not updates_list:
                 arguments = [*given.values()]
                 _fill_default(tensor, self.name.rstrip("_"), arguments, given.get("dim", -1))
             _set_origin(tensor, self.name if origin == "a large tensor" else origin)
@@ -364,11 +380,11 @@ def _to_host(value: Any) -> Any:
     return value
 
 
-def _as_tensor(value: Any, other: torch.Tensor | None) -> Any:
+def _as_tensor(value: Any, first_tensor: torch.Tensor | None) -> Any:
     """Return a number as a tensor that does not change the type of the result."""
     if not isinstance(value, int | float | complex):
         return value
-    dtype = None if other is None else torch.result_type(other, value)
+    dtype = None if first_tensor is None else torch.result_type(first_tensor, value)
     return torch.tensor(value, dtype=dtype, device="cpu")
 
 
@@ -410,7 +426,8 @@ def _unscale(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         keyset: Any, gradients: list[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor
     ) -> None:
         unscale_small(keyset, gradients, overflow, factor)
-        if _why_made_up([overflow]) is not None:  # gradients that were not computed do not overflow
+        if _why_made_up([overflow]) is not None:
+            # Gradients that were not computed do not overflow.
             on_host(overflow).zero_()
             _set_origin(overflow, None)
 
@@ -445,8 +462,8 @@ def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 
 def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """PyTorch's own kernel calls pow with a CUDA tensor that is marked as a number, which cannot
-    be passed to Python (an assertion of PyTorch's). This one passes a tensor without the mark.
+    """Return a kernel that calls pow with an ordinary tensor for the base. PyTorch's own kernel
+    marks that tensor as a number, and an assertion of PyTorch refuses to pass it to Python.
     """
 
     def pow_of_number(keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
@@ -457,8 +474,8 @@ def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
 
 
 def _on_host_only(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """CUDA's kernel reads the size of its result on the device. The temporaries of that kernel are
-    missing from the peak.
+    """Return a kernel that computes on the CPU alone: CUDA's would read the size of its result on
+    the device. The temporaries of CUDA's kernel are missing from the peak.
     """
 
     def on_host_only(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -466,7 +483,8 @@ def _on_host_only(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         _note("shape", origin)
         if has_values(tensor):
             host = on_host(tensor)
-        else:  # the largest result that there can be
+        else:
+            # Elements that are different and not zero give the largest result.
             numbers = torch.arange(1, tensor.numel() + 1, device="cpu")
             host = numbers.view(tensor.shape).to(tensor.dtype)
         results = []
