@@ -54,16 +54,16 @@ class _Recorder:
         torch.cuda.memory._record_memory_history(
             context="alloc", stacks="python", max_entries=MAX_EVENTS
         )
-        torch_c: Any = torch._C
-        torch_c._cuda_attach_out_of_memory_observer(self.notice_out_of_memory)
-        reset_peaks = torch_c._cuda_resetPeakMemoryStats
+        internal: Any = torch._C
+        internal._cuda_attach_out_of_memory_observer(self.notice_out_of_memory)
+        reset_peaks = internal._cuda_resetPeakMemoryStats
 
         def keep_and_reset_peaks(device: int) -> None:
             # The allocator forgets its peaks at a reset, which a program may make in each step.
             self.keep_peaks()
             reset_peaks(device)
 
-        torch_c._cuda_resetPeakMemoryStats = keep_and_reset_peaks
+        internal._cuda_resetPeakMemoryStats = keep_and_reset_peaks
         register_optimizer_step_pre_hook(self.before_step)
         register_optimizer_step_post_hook(self.after_step)
         atexit.register(self.at_exit)
