@@ -103,7 +103,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._setup_rate()
 
     def _setup_data(self) -> None:
-        """Read the rows and the checkpoint to resume."""
+        """Read the rows, find the checkpoint to resume, and check both against the settings."""
         self.data = Data.read(self.job)
         self.log = TrainingLog(self.job, self.data)
         self.closing.callback(self.log.close)

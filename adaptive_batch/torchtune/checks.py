@@ -431,13 +431,13 @@ def has_tensor_parallelism(config: Mapping[str, Any] | DictConfig) -> bool:
 
 
 def complete(cfg: DictConfig, *, needs: Iterable[str]) -> None:
-    """Fill in torchtune's defaults, in place.
+    """Check that keys are set, and set `compile` to torchtune's default if it is missing, in place.
 
     Raises:
         SettingError: a key of `needs` is missing, refers to a missing key, or is not a block.
     """
     plain = as_dict(cfg)
-    # torchtune's configurations for its distributed recipe lack this key.
+    # The configs of torchtune's distributed recipes lack it.
     if "compile" not in cfg:
         OmegaConf.update(cfg, "compile", False, force_add=True)
     for key in needs:

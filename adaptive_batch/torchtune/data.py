@@ -495,6 +495,7 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
     if not isinstance(blocks, ListConfig):
         return _built(key, blocks, tokenizer), bool(blocks.get("packed", False))
     datasets = [_built(key, block, tokenizer) for block in blocks]
+    # One value if all are packed or none is.
     are_packed = {isinstance(dataset, PackedDataset) for dataset in datasets}
     if len(are_packed) != 1:
         raise SettingError(key, _names(blocks), "give datasets that are all packed, or none")

@@ -363,6 +363,7 @@ class StatesOfBitsandbytes(torch.optim.Optimizer):
     }
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter], component: str) -> None:
+        # bitsandbytes.optim.PagedAdamW8bit is an AdamW with 8-bit states.
         name = component.rpartition(".")[2].removeprefix("Paged")
         kind = name.removesuffix("8bit").removesuffix("32bit")
         if kind not in self._MOMENTS:

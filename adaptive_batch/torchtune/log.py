@@ -376,7 +376,8 @@ class StepMonitor:
         self._nonfinite = saver.restore("nonfinite", nonfinite)
         self._full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))
         self._noise_scale = saver.restore("noise_scale", NoiseScale())
-        # Steps of this epoch without a label, since the start.
+        # Steps of this epoch without a label. They are not saved: a resumed run counts only those
+        # since it resumed.
         self._num_unlabelled = 0
 
     def measures_noise(self, step: PlannedRows) -> bool:
@@ -423,6 +424,7 @@ class StepMonitor:
         """
         progress = batches.progress
         num_steps = progress.epoch_steps
+        # Training on another epoch of these rows would change nothing either.
         if num_steps and self._num_unlabelled == num_steps:
             remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
             raise SettingError("dataset", str(self._job.cfg.dataset), remedy)

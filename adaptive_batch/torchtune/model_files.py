@@ -235,6 +235,7 @@ class ModelFiles:
 
 
 def _flush_to_disk(folder: Path) -> None:
+    """Flush all files and folders below a folder, so that a power failure cannot truncate them."""
     for path in (*folder.rglob("*"), folder):
         if path.is_dir():
             sync_folder(path)

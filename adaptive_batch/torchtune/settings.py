@@ -391,8 +391,8 @@ class Settings(Batching):
 
     @property
     def whole_step_rows(self) -> int | None:
-        """Rows of each step on one device, which ``auto`` need not exceed; None if steps differ, or
-        without ``auto``.
+        """Rows of each step on one device, if ``auto`` searches for the micro-batch: more need not
+        be tried. None without ``auto``, or if steps have different numbers of rows.
         """
         step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
         if step_varies or self.micro_batch_limit != "auto":

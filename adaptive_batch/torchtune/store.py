@@ -67,7 +67,8 @@ class RunFolder:
         self.exports_path = check_output_dir(
             cfg.checkpointer.output_dir, key="checkpointer.output_dir"
         )
-        self._job = self.path / "adaptive_batch" / "job.json"
+        # Name of the run that the newest launch by torchrun began.
+        self._job_path = self.path / "adaptive_batch" / "job.json"
         self._launch = distributed.launch_name()
 
     def saves_by_run(self) -> dict[str | None, list[Path]]:
@@ -151,12 +152,12 @@ class RunFolder:
         not begun a run, or its run has no checkpoint.
         """
         try:
-            job = json.loads(self._job.read_text())
+            begun = json.loads(self._job_path.read_text())
             # The file of an earlier launch does not count.
-            if job["launch"] != self._launch:
+            if begun["launch"] != self._launch:
                 return None
             complete, skipped = checkpoints_in(self.path)
-            own = [checkpoint for checkpoint in complete if checkpoint.run == job["run"]]
+            own = [checkpoint for checkpoint in complete if checkpoint.run == begun["run"]]
             return self._newest_intact(own, skipped)
         except (OSError, ValueError, KeyError, CheckpointError):
             return None
@@ -216,7 +217,7 @@ class RunFolder:
         others = self.check(run, overwrites=overwrites)
         # None without torchrun, which alone restarts runs.
         if self._launch is not None:
-            atomic_write(self._job, json.dumps({"run": run, "launch": self._launch}))
+            atomic_write(self._job_path, json.dumps({"run": run, "launch": self._launch}))
         return _described(others) if overwrites else ""
 
     def check(self, run: str, *, overwrites: bool) -> Mapping[str | None, list[Path]]:

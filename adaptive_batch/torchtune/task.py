@@ -655,6 +655,7 @@ def takes_pairs(loss_fn: Any) -> bool:
     function = loss_fn.forward if isinstance(loss_fn, torch.nn.Module) else loss_fn
     try:
         return tuple(signature(function).parameters) == _PAIR_ARGUMENTS
+    # Not a function, or one without a signature.
     except (TypeError, ValueError):
         return False
 

@@ -357,8 +357,9 @@ class Validation:
         self._log = log
         self._engine = trainer.engine
         self._num_rows = settings.validated_rows(len(data.dataset_val), ranks=job.ranks)
-        rows = settings.batch_size_val or settings.batch_size
-        self._sizer = self._engine.sizer.for_other_pass("validation_limit", rows, data.layout_val)
+        # A number of rows, or auto, for which search() sets a number.
+        limit = settings.batch_size_val or settings.batch_size
+        self._sizer = self._engine.sizer.for_other_pass("validation_limit", limit, data.layout_val)
         self._loss = data.loss_val(self._engine.loss)
         self._evaluator = Evaluator(self._engine, self._loss, self._sizer)
 
