@@ -200,8 +200,8 @@ class ResumedRun:
             self.progress = self.progress.at_epoch_start()
 
     def _compare(self, saved: Mapping[str, Any]) -> None:
-        """Compare the conditions of this run with those of the checkpoint. Restore those that the
-        checkpoint keeps, also in the configuration of the optimizer.
+        """Compare the conditions of this run with those of the checkpoint, and restore those that
+        the checkpoint keeps.
 
         Raises:
             SettingError: a condition differs that must not, or `resume_allow_changes` has an
@@ -224,6 +224,7 @@ class ResumedRun:
         if in_mid_epoch:
             refused |= row_keys
         for name in {**now, **saved}:
+            # Whether the checkpoint's value overrides the configured one.
             is_kept = (
                 (name.startswith("optimizer.") and name not in _IMPLEMENTATION)
                 or name in ("seed", _MAX_STEPS)
@@ -259,15 +260,19 @@ class ResumedRun:
                 self._add_kept(name, after, self.saved["steps"][name] if is_found else before)
                 now[name] = saved.get(name)
         self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._changed)
-        # Build the configured optimizer before the checkpoint's keys replace its own: a wrong name
-        # is refused even if its value would have no effect.
+        self._configure_optimizer()
+
+    def _configure_optimizer(self) -> None:
+        """Replace the block of the optimizer by the conditions, which the checkpoint may keep."""
+        # Build the configured optimizer once before: a wrong name is refused even if its value
+        # would have no effect.
         self._job.optimizer_of_one_weight()
-        optimizer_block = {}
-        for name, value in now.items():
-            block, _, key = name.partition(".")
-            if block == "optimizer" and value is not None:
-                optimizer_block[key] = value
-        self._job.cfg.optimizer = optimizer_block
+        block = {}
+        for name, value in self.conditions.items():
+            first, _, key = name.partition(".")
+            if first == "optimizer" and value is not None:
+                block[key] = value
+        self._job.cfg.optimizer = block
 
     def _add_kept(self, name: str, configured: Any, kept: Any) -> None:
         """Add the event of a configured value that has no effect."""
