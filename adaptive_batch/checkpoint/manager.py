@@ -139,8 +139,8 @@ class CheckpointManager:
             pending.result()
 
     def close(self) -> None:
-        """Wait for the last save, and release thread and memory; raise CheckpointError if it
-        failed.
+        """Wait for the last save, release thread and memory, and remove what killed saves left;
+        raise CheckpointError if the last save failed.
         """
         try:
             self.wait()
@@ -148,6 +148,9 @@ class CheckpointManager:
             self._copies = {}
             if self._writer is not None:
                 self._writer.shutdown()
+            if self._ranks.rank == 0:
+                # A run that resumed after its last save has not saved again.
+                self._clear_leftovers()
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy this rank's tensors to the host; return False if the host lacks memory. A
@@ -224,16 +227,7 @@ class CheckpointManager:
         the new checkpoint.
         """
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        for path in sorted(self._output_dir.iterdir()):
-            leftover = _LEFTOVER.fullmatch(path.name)
-            if leftover is None:
-                continue
-            original = self._output_dir / leftover["step"]
-            if path.name.startswith(_REPLACED) and not original.exists():
-                # The process was killed between the two renames; restore the old checkpoint.
-                path.rename(original)
-            else:
-                shutil.rmtree(path)
+        self._clear_leftovers()
         if target.exists():
             found = inspect(target)
             if isinstance(found, SkippedCheckpoint) and not found.is_ours:
@@ -245,6 +239,19 @@ class CheckpointManager:
         orders = [checkpoint.order for checkpoint in complete]
         orders += [damaged.order or 0 for damaged in skipped]
         return 1 + max(orders, default=0)
+
+    def _clear_leftovers(self) -> None:
+        """Remove the folders that killed saves left, and restore a checkpoint that one replaced."""
+        for path in sorted(self._output_dir.glob(".*")):
+            leftover = _LEFTOVER.fullmatch(path.name)
+            if leftover is None:
+                continue
+            original = self._output_dir / leftover["step"]
+            if path.name.startswith(_REPLACED) and not original.exists():
+                # The process was killed between the two renames; restore the old checkpoint.
+                path.rename(original)
+            else:
+                shutil.rmtree(path)
 
     def _complete(self) -> list[Checkpoint]:
         """Return the checkpoints of this run with correct file sizes, newest first."""
