@@ -413,7 +413,8 @@ def test_what_a_kill_left_is_removed_at_the_end_without_another_save(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "step_1").rename(tmp_path / ".removed-step_1")
     CheckpointManager(tmp_path).close()
-    assert steps_there(tmp_path) == [2] and not list(tmp_path.glob(".*"))
+    assert steps_there(tmp_path) == [2]
+    assert not list(tmp_path.glob(".*"))
 
 
 # A disk that is full
