@@ -109,12 +109,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     options, unknown = parser.parse_known_args(arguments)
     if unknown:
+        # Suggest an option of this command, of which argparse has no public list.
         command = commands.choices[options.command]
         names = sorted(set(re.findall(r"--\w[\w-]*", command.format_help())))
         command.error(f"unknown argument {unknown[0]}; {nearest(unknown[0], names)}")
     try:
         return _run(options)
     except SettingError as error:
+        # Prints the usage and exits with 2.
         commands.choices[options.command].error(str(error))
     except AdaptiveBatchError as error:
         print(f"{options.command}: {error}", file=sys.stderr)
@@ -136,7 +138,8 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
             return install_cuda_build()
         if options.device is None or not program:
             raise SettingError("--device", options.device, "give it and, after --, the program")
-        # Background jobs of a shell ignore Ctrl-C, as do their children.
+        # A shell makes its background jobs and their children ignore SIGINT. Raise
+        # KeyboardInterrupt all the same, so that the program can be ended with a report.
         signal.signal(signal.SIGINT, signal.default_int_handler)
         return emulate(
             program,
@@ -170,12 +173,13 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
     if device.architecture.startswith("gfx"):
         raise SettingError("--device", name_or_size, "it does not run CUDA; give one of --list")
     if not device.architecture:
+        # A device given as a size. It gets the multiprocessors of a known device.
         known = {one.architecture: one for one in DEVICES if one.compute_capability}
         if architecture not in known:
             remedy = f"give one of {', '.join(sorted(known))}"
             raise SettingError("--architecture", architecture, remedy)
-        like = known[architecture]
-        device = replace(device, architecture=architecture, multiprocessors=like.multiprocessors)
+        multiprocessors = known[architecture].multiprocessors
+        device = replace(device, architecture=architecture, multiprocessors=multiprocessors)
     if device.total_bytes <= device.context_bytes:
         raise SettingError(
             "--device",
@@ -192,7 +196,9 @@ def emulated_device(name_or_size: str, architecture: str) -> Device:
 
 
 def _run(options: argparse.Namespace) -> int:
+    """Run the command of these options and return the exit status."""
     if options.command in ("emulate", "run"):
+        # argparse keeps the -- before the program.
         program = options.program[1:] if options.program[:1] == ["--"] else options.program
         if options.command == "emulate":
             return _emulate(options, program)
@@ -218,6 +224,7 @@ def _run(options: argparse.Namespace) -> int:
         from adaptive_batch.torchtune import reference_tables
 
         print("\n\n".join(reference_tables().values()))
+    # The last command, `configs`, lists all configurations or copies one.
     elif options.name is None:
         configs = shipped_configs()
         width = max((len(name) for name, _ in configs), default=0)

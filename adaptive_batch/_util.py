@@ -96,6 +96,7 @@ def check_built_alike(
     for key, value in own.items():
         if saved[key] != value:
             remedy = f"the saved {what} was built with {saved[key]}; resume with that"
+            # The batch size can be changed after resuming.
             if key == "batch_size":
                 remedy += f", then {sets_batch}"
             raise SettingError(key, value, remedy)
@@ -145,10 +146,11 @@ def one_of(*options: str) -> Callable[[str, Any], Any]:
 
 def check_options(options: Any) -> None:
     """Raise SettingError for the first option of a dataclass that is out of range."""
-    for own_field in fields(options):
-        value = getattr(options, own_field.name)
-        if "option" in own_field.metadata and value is not own_field.default:
-            own_field.metadata["option"].read(own_field.name, value)
+    for each in fields(options):
+        value = getattr(options, each.name)
+        # A default may be a value that the user cannot give, such as None.
+        if "option" in each.metadata and value is not each.default:
+            each.metadata["option"].read(each.name, value)
 
 
 def check_share(key: str, value: object) -> None:
@@ -164,12 +166,12 @@ def check_headroom(key: str, value: object) -> None:
 
 
 def without_nan(values: Mapping[str, object]) -> dict[str, object]:
-    """Return `values` with NaN and infinities as text, for JSON."""
-    written = dict(values)
+    """Return `values` with NaN and infinities as text, which JSON has no numbers for."""
+    with_text = dict(values)
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
-            written[key] = str(value)
-    return written
+            with_text[key] = str(value)
+    return with_text
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -179,10 +181,11 @@ def round_up(number: int, multiple: int) -> int:
 
 def format_bytes(num_bytes: float) -> str:
     """Format an amount of memory in GiB (from 16 MiB), MiB (from 128 KiB), KiB or bytes."""
+    # Name and bytes of each unit, and the fewest bytes that it is used for.
     units = (("GiB", 2**30, 2**24), ("MiB", 2**20, 2**17), ("KiB", 2**10, 2**10))
-    for unit, size, smallest in units:
-        if num_bytes >= smallest:
-            number = num_bytes / size
+    for unit, unit_bytes, least_bytes in units:
+        if num_bytes >= least_bytes:
+            number = num_bytes / unit_bytes
             digits = 2 if number >= 1 else 3
             return f"{number:.{digits}f} {unit}"
     return count(round(num_bytes), "byte")
@@ -258,13 +261,14 @@ class ProgressBar:
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
     """Set attributes of an object or module in this context and restore them afterwards."""
     attributes = vars(owner)
-    earlier = {name: attributes[name] for name in values if name in attributes}
+    before = {name: attributes[name] for name in values if name in attributes}
     attributes.update(values)
     try:
         yield
     finally:
-        attributes.update(earlier)
-        for name in values.keys() - earlier.keys():
+        attributes.update(before)
+        # The others came from the class, or did not exist.
+        for name in values.keys() - before.keys():
             del attributes[name]
 
 
@@ -306,6 +310,7 @@ def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> Non
         OSError: the file cannot be written; the old content is kept.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the file, since only a rename within one file system is atomic.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     try:
         with temporary.open("xb") as file:
@@ -334,21 +339,21 @@ def move_into_place(
 ) -> None:
     """Rename a folder to `target` and call `then`.
 
-    An existing `target` is kept as ``.replaced-NAME`` until then, and removed afterwards.
+    An existing `target` is kept as ``.replaced-NAME`` until `then` has returned.
     """
-    replaced = target.with_name(f".replaced-{target.name}")
-    shutil.rmtree(replaced, ignore_errors=True)
+    former = target.with_name(f".replaced-{target.name}")
+    shutil.rmtree(former, ignore_errors=True)
     if target.exists():
-        target.rename(replaced)
+        target.rename(former)
     try:
         folder.rename(target)
     except BaseException:
-        if replaced.exists():
-            replaced.rename(target)
+        if former.exists():
+            former.rename(target)
         raise
     sync_folder(target.parent)
     then()
-    shutil.rmtree(replaced, ignore_errors=True)
+    shutil.rmtree(former, ignore_errors=True)
 
 
 def installed_version(name: str) -> str | None:
@@ -421,6 +426,7 @@ def described_with_files(value: object) -> object:
     if isinstance(value, list | tuple):
         return [described_with_files(item) for item in value]
     if isinstance(value, str):
+        # `my_module.my_function` names the file of my_module.
         module = sys.modules.get(value.rpartition(".")[0])
         file = value if os.path.isfile(value) else getattr(module, "__file__", None)
         if file is not None:
@@ -448,15 +454,19 @@ def from_json(kind: Any, value: Any) -> Any:
         return kind(**arguments)  # type: ignore[operator]
     origin = get_origin(kind)
     if origin is UnionType:
+        # X | None.
         return None if value is None else from_json(get_args(kind)[0], value)
     if origin is dict:
-        _, hint = get_args(kind)
-        return {name: from_json(hint, item) for name, item in {**value}.items()}
+        _, item_kind = get_args(kind)
+        # {**value} raises TypeError unless it is a mapping.
+        return {name: from_json(item_kind, item) for name, item in {**value}.items()}
     if origin is tuple:
-        kinds = get_args(kind)
-        if kinds[-1] is Ellipsis:
-            kinds = kinds[:1] * len(value)
-        return tuple(from_json(*pair) for pair in zip(kinds, value, strict=True))
+        item_kinds = get_args(kind)
+        # tuple[X, ...].
+        if item_kinds[-1] is Ellipsis:
+            item_kinds = item_kinds[:1] * len(value)
+        pairs = zip(item_kinds, value, strict=True)
+        return tuple(from_json(item_kind, item) for item_kind, item in pairs)
     if kind is float:
         return float(value)
     if not isinstance(value, kind):

@@ -132,8 +132,8 @@ class Batches(Sampler[list[int]]):
         self._from_rank_zero: Callable[[Ask], ClampedBatch] = distributed.from_rank_zero
         # The last epoch at whose beginning the growth function was called.
         self._grown_in = -1
-        # The batch of a schedule that was logged last.
-        self._logged = 0
+        # The batch of a schedule that was printed last; 0 before the first.
+        self._printed_batch = 0
         if batching.depends_on_lengths:
             # A row that cannot be measured is refused now.
             _ = rows.lengths
@@ -145,7 +145,9 @@ class Batches(Sampler[list[int]]):
         self._ahead: deque[PlannedRows] = deque()
         # The current epoch, or between two epochs the one that is over.
         self._epoch = self._plan_epoch(self._progress)
+        # Whether the rules have been asked for the first batch of the current epoch.
         self._is_begun = False
+        # The current epoch and an epoch of a constant batch, divided into steps on demand.
         self._plan: EpochPlan | None = None
         self._reference: EpochPlan | None = None
 
@@ -181,11 +183,11 @@ class Batches(Sampler[list[int]]):
                 )
             self.ranks = steps["ranks"]
             self.saved_maximum = steps["maximum"] or 0
-            self._lengths = self._reference_lengths = None
+            self._reference_lengths = None
             if steps["reference_lengths"]:
-                self._lengths = self._reference_lengths = RowLengths.unpacked(
-                    steps["reference_lengths"]
-                )
+                self._reference_lengths = RowLengths.unpacked(steps["reference_lengths"])
+            # The state has no lengths of its epoch if they are those of the reference.
+            self._lengths = self._reference_lengths
             if steps["lengths"]:
                 self._lengths = RowLengths.unpacked(steps["lengths"])
             if keeps_batch:
@@ -207,6 +209,7 @@ class Batches(Sampler[list[int]]):
         them after ``optimizer.step()``.
         """
         reference = self._reference_lengths
+        # Lengths may have many rows, so those that both epochs share are saved once.
         lengths = None if self._lengths is reference else self._lengths
         return {
             "progress": self._progress.state_dict(),
@@ -254,7 +257,9 @@ class Batches(Sampler[list[int]]):
         function = batching.batch_increase_function
         epoch = self._progress.epoch
         is_over = batching.epochs is not None and epoch >= batching.epochs
-        if function is None or self._progress.epoch_steps or epoch <= self._grown_in or is_over:
+        # A run that resumes at the beginning of an epoch may have grown there before.
+        is_due = self._progress.epoch_steps == 0 and epoch > self._grown_in and not is_over
+        if function is None or not is_due:
             return
         batch = self._from_rank_zero(
             lambda: next_batch_size(
@@ -275,12 +280,13 @@ class Batches(Sampler[list[int]]):
             return self._ask_schedule(progress)
 
         batch = self._from_rank_zero(ask) if self._in_script else ask()
-        if batch.after != self.batch_size or not (progress.steps or self._logged):
-            # A ramp may change the batch in each step: only a change by a fifth is printed.
-            prints = not 0.8 * self._logged < batch.after < 1.25 * self._logged
-            if prints:
-                self._logged = batch.after
-            self._change(batch, "step", progress.steps, prints=prints)
+        is_first = progress.steps == 0 and self._printed_batch == 0
+        if batch.after != self.batch_size or is_first:
+            # A ramp may change the batch in each step: print only a change by a fifth or more.
+            is_near = 0.8 * self._printed_batch < batch.after < 1.25 * self._printed_batch
+            if not is_near:
+                self._printed_batch = batch.after
+            self._change(batch, "step", progress.steps, prints=not is_near)
         return batch.after
 
     def _ask_schedule(self, progress: Progress) -> ClampedBatch:
@@ -310,10 +316,11 @@ class Batches(Sampler[list[int]]):
         Raises:
             SettingError: with `drop_last` an epoch has no whole step.
         """
-        if not self._progress.epoch_rows:
-            changed = self._rows.recount()
-            if changed:
-                message = f"{changed}: all rows are counted again"
+        # Within an epoch, the plan keeps its lengths even if a row has changed.
+        if self._progress.epoch_rows == 0:
+            changed_row = self._rows.recount()
+            if changed_row:
+                message = f"{changed_row}: all rows are counted again"
                 self._event("recounted", message, epoch=self._progress.epoch)
         self._enter_epoch()
         if self.batching.drop_last:
@@ -369,12 +376,13 @@ class Batches(Sampler[list[int]]):
         }
 
     def _current_epoch(self) -> PlannedEpoch:
-        """Return the plan of the current epoch; between two epochs of the next one, whose order is
-        drawn without a trace.
+        """Return the plan of the current epoch. Between two epochs, return that of the next one,
+        whose order is drawn without a trace.
         """
         if self._epoch.planned_at.epoch == self._progress.epoch:
             return self._epoch
         dry_run = self.dry_run(counts_tokens=False)
+        # Without the lengths of the epoch that is over, the dry run reads those of the next one.
         dry_run._lengths = None
         return dry_run._plan_epoch(self._progress)
 
@@ -385,9 +393,9 @@ class Batches(Sampler[list[int]]):
             self.batching,
             progress,
             self.ranks,
-            self.sizer.layout.uniform in ("rows", "both"),
-            self._lengths_of_epoch,
-            self._order_of,
+            divisible=self.sizer.layout.uniform in ("rows", "both"),
+            measure=self._lengths_of_epoch,
+            order_of=self._order_of,
         )
 
     def _set_epoch(self, epoch: PlannedEpoch) -> None:
@@ -532,6 +540,7 @@ class Batches(Sampler[list[int]]):
         dry_run = self.dry_run(counts_tokens=counts_tokens)
         if self.batching.batch_size_schedule is not None:
             return sum(1 for _ in dry_run.remaining(epochs))
+        # Without a schedule, the steps of an epoch are equal or planned: no need to walk each one.
         num_steps = 0
         while dry_run._progress.epoch < epochs:
             if not dry_run._is_begun:
@@ -580,7 +589,8 @@ class Batches(Sampler[list[int]]):
             next_numbers = two_steps[step.rows :]
             positions = self._positions_of_rank(numbers)
             own = [numbers[position] for position in positions]
-            # Right only if the next step is as large and ranks take rows in turn.
+            # A guess, for reading ahead. It is right if the next step is as large and ranks take
+            # rows in turn; a wrong row is read in vain.
             following = [
                 next_numbers[position] for position in positions if position < len(next_numbers)
             ]

@@ -102,8 +102,7 @@ class DatasetAdapter(Dataset[Any]):
         """
         if isinstance(self._row_length, int):
             return self._row_length
-        measure = self._row_length or _tokens
-        tokens = measure(row)
+        tokens = (self._row_length or _tokens)(row)
         try:
             length = index(tokens)
         except TypeError:

@@ -239,8 +239,7 @@ class PlannedEpoch:
             rows = self._token_plan.rows_of_step(progress.epoch_steps)
         else:
             batch = rule(progress)
-            rows_left = self.num_rows - progress.epoch_rows
-            rows = min(batch * self.ranks, rows_left)
+            rows = min(batch * self.ranks, self.num_rows - progress.epoch_rows)
             if self.batching.drop_last and rows < batch * self.ranks:
                 return None
         tokens = self.num_tokens(progress, rows) if counts_tokens else 0

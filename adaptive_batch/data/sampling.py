@@ -293,8 +293,7 @@ class SamplerOrder:
         """Return a part of the order of an epoch. Begin its draws unless it was read last."""
         if epoch != self._epoch:
             self._begin(epoch)
-        num_missing = max(0, end - len(self._numbers))
-        drawn = list(islice(self._draws, num_missing))
+        drawn = list(islice(self._draws, max(0, end - len(self._numbers))))
         if any(isinstance(number, list | tuple) for number in drawn):
             raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
         self._numbers += map(int, drawn)

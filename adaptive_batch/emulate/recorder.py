@@ -130,8 +130,11 @@ class _Recorder:
                 bytes_by_line = Counter[str]()
                 for size, block in live_blocks.values():
                     bytes_by_line[_line_of(block.get("frames", ()))] += size
-                lines = bytes_by_line.most_common()
-                self.living = {"bytes": peak, "device": device, "lines": lines}
+                self.living = {
+                    "bytes": peak,
+                    "device": device,
+                    "lines": bytes_by_line.most_common(),
+                }
         # The hooks read the history again only above this peak.
         self.read_peak = self.highest()
 

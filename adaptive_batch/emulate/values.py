@@ -95,8 +95,8 @@ def install() -> None:
             aten_name = name.removeprefix("aten::")
             base, _, overload = aten_name.partition(".")
             has_cuda_kernel = aten_name in special or has_kernel(name, "CUDA")
-            is_of_other_library = aten_name == name
-            is_left_alone = is_of_other_library or {base, aten_name} & _LEFT_ALONE
+            # A name without aten:: belongs to another library.
+            is_left_alone = aten_name == name or {base, aten_name} & _LEFT_ALONE
             if is_left_alone or not has_cuda_kernel:
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")

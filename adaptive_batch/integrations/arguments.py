@@ -172,6 +172,8 @@ class AdaptiveArguments(PlainArguments):
         def sample(rows: LongestRows, num_rows: int) -> Any:
             return to_device(loader.collate_fn(rows.first(num_rows)))
 
+        # If the rows with most bytes, such as images, are not those with most tokens, search a
+        # second time with these rows padded to the longest.
         while longest is not None:
             found = step.find_bound(
                 optimizer,

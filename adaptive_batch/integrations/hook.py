@@ -39,23 +39,26 @@ class TrainerFinder:
         if spec is not None and spec.loader is not None:
             exec_module = spec.loader.exec_module
 
-            def exec_and_change(module: ModuleType) -> None:
+            def exec_and_patch(module: ModuleType) -> None:
                 exec_module(module)
                 module.Trainer.train = _adopting(module.Trainer.train)
 
-            spec.loader.exec_module = exec_and_change  # type: ignore[method-assign]
+            spec.loader.exec_module = exec_and_patch  # type: ignore[method-assign]
         return spec
 
 
 def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a ``train()`` that adopts the trainer first, and reports this to the launcher."""
+
     @functools.wraps(train)
     def adopt_and_train(trainer: Any, *arguments: Any, **keywords: Any) -> Any:
         _adopt(trainer)
         try:
             return train(trainer, *arguments, **keywords)
         finally:
-            # A trainer that overrides training_step may never call AdaptiveTrainer's. The folder
-            # no longer exists if this process outlives the launcher.
+            # The launcher warns if no process leaves this file. A trainer that overrides
+            # training_step may never call AdaptiveTrainer's, and then has no adaptive_step. The
+            # folder no longer exists if this process outlives the launcher.
             adopted = Path(os.environ["ADAPTIVE_BATCH_ADOPTED"])
             if getattr(trainer, "adaptive_step", None) is not None and adopted.parent.is_dir():
                 adopted.touch()
@@ -64,6 +67,7 @@ def _adopting(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _adopt(trainer: Any) -> None:
+    """Adopt a trainer with the arguments of the command line, unless it is adaptive already."""
     folder = str(Path(__file__).parents[2])
     if folder not in sys.path:
         # Appended: the program's own packages take precedence over this environment's.

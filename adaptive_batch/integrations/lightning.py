@@ -269,9 +269,8 @@ class AdaptiveCallback(Callback):
             return first_output.get(_ONLY, first_output)
         means = {key: reduced[number] for number, key in enumerate(names[0])}
         _log_batch(module, logged, weights, means=means)
-        # The other means were only logged.
-        returned_means = {name: mean for name, mean in means.items() if name in first_output}
-        joined = others | returned_means
+        # Means that were only logged are not returned.
+        joined = others | {key: mean for key, mean in means.items() if key in first_output}
         return joined.get(_ONLY, joined)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

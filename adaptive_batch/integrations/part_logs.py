@@ -36,11 +36,12 @@ def over_parts(values: Sequence[Any], weights: Sequence[float], reduction: str) 
     """
     if len(values) == 1 or not all(map(is_number, values)):
         return values[-1]
+    # NaN is not equal to itself. If all values are NaN, the first one gives NaN.
     kept = [number for number, value in enumerate(values) if value == value] or [0]
     if reduction in _REDUCTIONS:
         return _REDUCTIONS[reduction](values[number] for number in kept)
-    weighted = sum(weights[number] * values[number] for number in kept)
-    return weighted / sum(weights[number] for number in kept)
+    weighted_sum = sum(weights[number] * values[number] for number in kept)
+    return weighted_sum / sum(weights[number] for number in kept)
 
 
 def is_number(value: Any) -> bool:
@@ -66,11 +67,12 @@ def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str 
         for key, item in lists.items():
             merge_lists(item, (before or {}).get(key), weights, name=str(key))
     elif isinstance(lists, list):
-        new = lists[len(before or ()) :]
-        if 1 < len(new) <= len(weights) and all(map(is_number, new)):
+        appended = lists[len(before or ()) :]
+        # A list with more numbers than micro-batches does not hold one number per batch.
+        if 1 < len(appended) <= len(weights) and all(map(is_number, appended)):
             # If only some micro-batches appended a number, their weights are unknown.
-            own_weights = weights if len(new) == len(weights) else [1.0] * len(new)
-            lists[-len(new) :] = [_reduce_by_name(name, new, own_weights)]
+            own_weights = weights if len(appended) == len(weights) else [1.0] * len(appended)
+            lists[-len(appended) :] = [_reduce_by_name(name, appended, own_weights)]
 
 
 class PartLogs:
@@ -131,7 +133,9 @@ class PartLogs:
     @contextmanager
     def of_part(self, part: Part, weight: float) -> Iterator[None]:
         """Collect a micro-batch of a training step; undo trials, dummies and failed attempts."""
-        if part.is_trial or not part.share:
+        # Nothing is undone in a `finally`: after an error, the first micro-batch of the next
+        # attempt undoes all.
+        if part.is_trial or part.share == 0:
             undo = self.snapshot()
             with self.collect():
                 yield
@@ -148,18 +152,17 @@ class PartLogs:
         """Reduce the logs and list entries of the micro-batches to one value for the batch."""
         for name, before in self._lists_before.items():
             merge_lists(vars(self._trainer).get(name), before, self.weights)
-        # Calls of different parts match if they have the same position and the same names.
+        # The weights and values of the calls of different micro-batches that match: they have the
+        # same position among the calls of their micro-batch, and the same names.
         matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
         for weight, calls in zip(self.weights, self._calls, strict=True):
             for position, values in enumerate(calls):
                 matching[position, tuple(values)].append((weight, values))
         for (_, names), pairs in matching.items():
-            weights, values_of_parts = zip(*pairs, strict=True)
+            weights = [weight for weight, _ in pairs]
             self._trainer.log(
                 {
-                    name: _reduce_by_name(
-                        name, [values[name] for values in values_of_parts], weights
-                    )
+                    name: _reduce_by_name(name, [values[name] for _, values in pairs], weights)
                     for name in names
                 }
             )

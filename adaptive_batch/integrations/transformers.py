@@ -116,6 +116,7 @@ class AdaptiveTrainer(Trainer):
             SettingError: an argument is incompatible with growing batches.
         """
         loader: DataLoader[Any] = super().get_train_dataloader()
+        # A second call of train() begins with new batches.
         if self._growth is not None:
             self.remove_callback(self._growth)
             self._growth = None
@@ -139,6 +140,7 @@ class AdaptiveTrainer(Trainer):
         values = super().set_initial_training_values(args, *arguments)
         if self._growth is None:
             return values
+        # Trainer's values begin with the number of epochs and end with the number of steps.
         _, *between, max_steps = values
         if args.max_steps > 0:
             # Trainer stops at max_steps, regardless of the epoch.
@@ -147,29 +149,32 @@ class AdaptiveTrainer(Trainer):
         return (num_epochs, *between, self._growth.num_steps(args.num_train_epochs))
 
     def _refuse_own_order(self) -> None:
+        """Raise SettingError if the trainer or its class overrides the order of rows."""
         for owner in (self, *type(self).__mro__):
-            own = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
-            if own and owner not in (AdaptiveTrainer, Trainer):
+            overridden = {"_get_train_sampler", "get_train_dataloader"} & vars(owner).keys()
+            if overridden and owner not in (AdaptiveTrainer, Trainer):
                 name = getattr(owner, "__name__", "the trainer")
                 remedy = (
                     "growing batches draw their own order of rows and would not call this method;"
                     " remove the method, remove batch_increase_function, or use AdaptiveBatches,"
                     " which accepts a sampler, in your own loop"
                 )
-                raise SettingError("batch_increase_function", f"{name}.{min(own)}", remedy)
+                raise SettingError("batch_increase_function", f"{name}.{min(overridden)}", remedy)
 
     def _init_training_state(self, *arguments: Any, **keywords: Any) -> tuple[int, int]:
+        """Return the finished epochs, and the batches of the current one that Trainer skips."""
         place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
         if self._growth is None:
             refuse_saved_growth(self.state)
         elif self.state.global_step:
             self._growth.resume(self.state)
-            # The sampler has already skipped the used batches.
+            # The sampler resumes after the used batches, so Trainer must not skip any.
             place = (self._growth.batches.progress.epoch, 0)
         return place
 
     def _run_epoch(self, **keywords: Any) -> None:
         if self._growth is not None:
+            # Trainer has computed these numbers for batches of the configured size.
             steps_left = len(self._growth.batches)
             keywords |= {
                 "steps_in_epoch": steps_left,
@@ -202,7 +207,7 @@ class AdaptiveTrainer(Trainer):
             SettingError: an argument is invalid, or the losses of the micro-batches do not add up
                 to the loss of the batch.
         """
-        # Trainer does so before it prepares a batch, and TRL's GRPOTrainer relies on the order.
+        # Trainer calls train() before it prepares a batch, and TRL's GRPOTrainer relies on it.
         model.train()
         batch, prepare_part = self._prepare_batch(inputs)
         self._num_items_in_step = num_items_in_batch
@@ -287,17 +292,17 @@ class AdaptiveTrainer(Trainer):
         # The dummy micro-batch of a rank without rows has share 0 in a sum too.
         share = 1.0 if is_sum and part.share else part.share
         num_items = self._num_items_in_step
-        changed: dict[str, Any] = {}
+        methods: dict[str, Any] = {}
         # An unsplit batch stays bitwise equal to Trainer's.
         if share != 1.0:
             compute_loss = self.compute_loss
-            changed["compute_loss"] = lambda *given, **named: compute_loss(*given, **named) * share
+            methods["compute_loss"] = lambda *given, **named: compute_loss(*given, **named) * share
             if num_items is not None and share:
                 # The loss may be divided by the labels of the step, or be a mean of this part:
                 # with this number of labels, the share is right for both.
                 num_items = num_items * share
         weight = part.num_rows if is_sum else part.share
-        with self._part_logs.of_part(part, weight), replaced(self, **changed):
+        with self._part_logs.of_part(part, weight), replaced(self, **methods):
             loss: torch.Tensor = super().training_step(model, part.batch, num_items)
         return loss
 
@@ -314,7 +319,8 @@ class AdaptiveTrainer(Trainer):
         Raises:
             DoesNotFitError: a single row runs out of memory, or micro-batches change the results.
         """
-        # Wraps overrides too; once only, since compute_metrics may call predict.
+        # Replace the method of this object, so that overrides in subclasses are wrapped too. It is
+        # replaced already if compute_metrics calls predict() within an evaluation.
         predict = self.prediction_step
         if getattr(predict, "func", None) != self._predict_parts:
             predict = partial(self._predict_parts, predict)
@@ -329,22 +335,24 @@ class AdaptiveTrainer(Trainer):
         *arguments: Any,
         **keywords: Any,
     ) -> tuple[Any, ...]:
+        """Return the result of ``prediction_step``: loss, logits and labels of a batch."""
         batch, prepare_part = self._prepare_batch(inputs)
         logs = PartLogs(self)
         count_labels = self._get_num_items_in_batch
 
         @cache
         def count_once() -> Any:
-            # Ranks count labels together, once per batch: losses of its parts add up to a sum.
+            # Counting is a collective, and ranks may run different numbers of parts. So count the
+            # whole batch once. The losses of its parts, divided by this number, add up.
             with distributed.alone(False):
                 return count_labels([batch], self.args.device)
 
-        changed: dict[str, Any] = {"_prepare_inputs": prepare_part}
+        methods: dict[str, Any] = {"_prepare_inputs": prepare_part}
         if distributed.world_size() > 1:
-            changed["_get_num_items_in_batch"] = lambda *_: count_once()
+            methods["_get_num_items_in_batch"] = lambda *_: count_once()
 
         def forward(part: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            with logs.collect(), replaced(self, **changed):
+            with logs.collect(), replaced(self, **methods):
                 loss, *outputs = prediction_step(model, part, *arguments, **keywords)
             named = zip(("logits", "labels"), outputs, strict=True)
             return loss, {name: value for name, value in named if value is not None}

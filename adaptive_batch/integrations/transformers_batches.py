@@ -91,9 +91,9 @@ class Growth(TrainerCallback):
 
     def num_steps(self, epochs: float) -> int:
         """Return the number of steps left of `epochs` epochs; the last epoch may be partial."""
-        whole = self.batches.num_steps(math.floor(epochs))
-        all_of_last = self.batches.num_steps(math.ceil(epochs))
-        return whole + math.ceil((epochs % 1) * (all_of_last - whole))
+        of_whole_epochs = self.batches.num_steps(math.floor(epochs))
+        with_last_epoch = self.batches.num_steps(math.ceil(epochs))
+        return of_whole_epochs + math.ceil((epochs % 1) * (with_last_epoch - of_whole_epochs))
 
     def resume(self, state: TrainerState) -> None:
         """Restore the position in the data from a checkpoint.
@@ -140,7 +140,8 @@ def stacks_pairs(collator: Any) -> bool:
     """Return whether a collator of TRL, LLaMA-Factory or ms-swift makes batches of pairs: all
     chosen rows, then all rejected rows in that order.
     """
-    # ms-swift's is a method of its template; with padding_free it packs all rows into one.
+    # ms-swift's collator is a partial of a method of its template. With padding_free, it packs all
+    # rows into one.
     template: Any = getattr(getattr(collator, "func", None), "__self__", None)
     is_of_swift = getattr(template, "mode", "") == "rlhf" and not template.padding_free
     return is_of_swift or type(collator).__name__ in _COLLATORS
@@ -169,18 +170,19 @@ def _longer_of_pair(row: Mapping[str, Sequence[int]]) -> int:
 
 
 def _split_pairs(batch: Mapping[str, Any]) -> SplitBatch:
+    """Split a batch by pairs: its first half has the chosen rows, its second the rejected ones."""
     rows = RowsOfBatch(batch)
     num_pairs = rows.num_rows // 2
 
     def part(pairs: Sequence[int]) -> dict[str, Any]:
-        both = rows.part([*pairs, *(num_pairs + pair for pair in pairs)])
+        chosen_and_rejected = rows.part([*pairs, *(num_pairs + pair for pair in pairs)])
         # Tensors with one entry per pair, such as the log-probabilities of the reference model.
         of_pairs = {
             key: value[list(pairs)]
             for key, value in batch.items()
             if isinstance(value, torch.Tensor) and value.dim() and len(value) == num_pairs
         }
-        return {**both, **of_pairs}
+        return {**chosen_and_rejected, **of_pairs}
 
     lengths = rows.lengths
     if lengths is not None:
