@@ -55,7 +55,9 @@ class PrivateNames:
         if name not in NAMES:
             raise AttributeError(f"{name} is not in NAMES")
         module, _, attribute = NAMES[name].rpartition(".")
-        value = getattr(self(module, attribute), attribute)
+        owner = self(module, attribute)
+        value = getattr(owner, attribute)
+        # From now on, the attribute exists, so that this method is not called for it.
         setattr(self, name, value)
         return value
 

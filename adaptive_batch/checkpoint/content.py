@@ -112,8 +112,8 @@ def read_into(
     """Read entries of the saved tree into the tensors of `tree`.
 
     Raises:
-        CheckpointError: the trees differ, or other ranks saved a low-bit tensor; the message names
-            the tensor.
+        CheckpointError: the trees differ, or a low-bit tensor was saved by another number of ranks;
+            the message names the tensor.
     """
     low_bit = _read_low_bit(folder, state, ranks)
     # Tensors that were tied at the save have one name, and may be separate now.

@@ -114,6 +114,7 @@ class CheckpointManager:
         self.wait()
         try:
             content = gather_content(tensors_tree, small_state, self._ranks)
+            # False without room for a copy on the host: the save is synchronous then.
             is_copied = self._writer is not None and self._copy(
                 {**content.tensors, **content.low_bit}
             )
@@ -241,7 +242,9 @@ class CheckpointManager:
         return 1 + max(orders, default=0)
 
     def _clear_leftovers(self) -> None:
-        """Remove the folders that killed saves left, and restore a checkpoint that one replaced."""
+        """Remove folders of saves that were killed. If one was killed while it replaced a
+        checkpoint, restore the old checkpoint.
+        """
         for path in sorted(self._output_dir.glob(".*")):
             leftover = _LEFTOVER.fullmatch(path.name)
             if leftover is None:

@@ -361,8 +361,8 @@ class Batches(Sampler[list[int]]):
         return self._current_epoch().order
 
     def describe_epoch(self) -> tuple[str, dict[str, Any]]:
-        """Describe the epoch that is over, as text and as facts: the rows that were trained, and by
-        reason the rows that no step has used.
+        """Describe the epoch that is over, as text and as facts: how many rows were trained, and
+        how many no step has used, for each reason.
         """
         progress = self._progress
         reasons = self._epoch.left_out(progress)

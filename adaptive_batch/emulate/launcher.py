@@ -225,7 +225,7 @@ def mirror(folder: Path, scratch: Path) -> None:
     """Create the folders of `folder` in `scratch`, with links to its files."""
     entries_left = MAX_ENTRIES
     pending = [(folder, scratch)]
-    mirrored = set[str]()
+    entered = set[str]()
     while pending:
         source, target = pending.pop(0)
         target.mkdir(parents=True, exist_ok=True)
@@ -235,15 +235,16 @@ def mirror(folder: Path, scratch: Path) -> None:
             # A scratch folder inside `folder` (--output) must not be mirrored into itself.
             has_scratch = scratch.is_relative_to(entry.path)
             # Left from an earlier run in the same scratch folder.
-            is_mirrored = new.exists() or new.is_symlink()
-            if has_scratch or is_mirrored:
+            is_there_already = new.exists() or new.is_symlink()
+            if has_scratch or is_there_already:
                 continue
             # Folders of tools (.git, virtual environments) are linked as a whole, which is fast.
             is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
-            # A link to a folder that is mirrored already could lead round in a circle.
+            # A link to a folder that was entered already could lead round in a circle.
             real = os.path.realpath(entry.path)
-            if entry.is_dir() and not is_tool and entries_left > 0 and real not in mirrored:
-                mirrored.add(real)
+            # After the most entries, folders are linked as a whole too.
+            if entry.is_dir() and not is_tool and entries_left > 0 and real not in entered:
+                entered.add(real)
                 pending.append((Path(entry.path), new))
             else:
                 new.symlink_to(entry.path)

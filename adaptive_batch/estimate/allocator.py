@@ -405,14 +405,17 @@ def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     """
     log = array("q")
     num_allocations = 0
-    # Numbers in `log` of the storages that remain, by name.
+    # Each log numbers its allocations from 0. `alive` has the number in the joined log of each
+    # storage that remains after a phase, by name.
     alive: dict[Name, int | None] = {}
     for phase, is_first_run in phases:
         waiting = deque(phase.first_allocations if is_first_run else ())
-        # Number in `log` of each allocation of the phase. The gradient of an unused parameter does
-        # not exist, so it has None and is not freed.
+        # `numbers[n]` is the number in the joined log of allocation n of the phase, beginning with
+        # the storages that exist before it; None for the gradient of an unused parameter, which
+        # does not exist.
         numbers = [alive.pop(name, None) for name in phase.before]
         for position, entry in enumerate(phase.log):
+            # The phase's own log does not number allocations of its first run.
             while waiting and waiting[0].position == position:
                 log.append(waiting.popleft().entry)
                 num_allocations += 1

@@ -97,9 +97,9 @@ class CompiledParts:
         """Replace the modules of a model that ``Module.compile`` has compiled."""
         for module in model.modules():
             if module._compiled_call_impl is not None:
-                vars(module).update(self._taken_over(module))
+                vars(module).update(self._replacements(module))
 
-    def _taken_over(self, module: nn.Module) -> dict[str, Any]:
+    def _replacements(self, module: nn.Module) -> dict[str, Any]:
         """Return the attributes with which a compiled module or wrapper runs on fake tensors."""
         if _is_wrapper(module):
             original: Any = module._orig_mod
@@ -110,7 +110,8 @@ class CompiledParts:
 
     @contextmanager
     def in_place(self, model: nn.Module) -> Iterator[None]:
-        """Estimate the compiled parts of a model as compiled in this context.
+        """Context manager: replace the compiled modules of a model by versions whose memory can be
+        estimated.
 
         Unsupported parts are estimated as the eager program and named in `left_out`.
 
@@ -118,10 +119,10 @@ class CompiledParts:
             SettingError: a module records CUDA graphs.
         """
         with ExitStack() as contexts:
-            # Without duplicates: a shared module is taken over once.
+            # Without duplicates: a shared module is replaced once.
             for module in list(dict.fromkeys(_compiled_modules(model))):
                 if self._can_estimate(module):
-                    contexts.enter_context(replaced(module, **self._taken_over(module)))
+                    contexts.enter_context(replaced(module, **self._replacements(module)))
             for module in model.modules():
                 forward = vars(module).get("forward")
                 if hasattr(forward, "_torchdynamo_orig_callable") and not _is_wrapper(module):
@@ -279,12 +280,13 @@ def _check_operators(graph: fx.Graph) -> None:
     """Raise an error for higher-order operators, such as wrappers of operators that mutate
     arguments.
     """
-    # Functions such as operator.getitem allocate nothing.
+    # Plain operators; and builtin functions such as operator.getitem, which allocate nothing.
     known = private.OpOverload, BuiltinFunctionType
     for node in graph.nodes:
         if node.op == "call_function" and not isinstance(node.target, known):
-            names = [str(node.target), *map(str, node.args[:1])]
-            raise NotImplementedError(f"the memory of {' of '.join(names)} is unknown")
+            # The first argument of a wrapper is the operator that it wraps.
+            wrapper_and_operator = " of ".join(map(str, (node.target, *node.args[:1])))
+            raise NotImplementedError(f"the memory of {wrapper_and_operator} is unknown")
 
 
 def _give_attention(graph: fx.GraphModule, kernels: CudaKernels) -> None:

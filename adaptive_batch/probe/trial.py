@@ -272,7 +272,7 @@ class DryRun:
             phase = f"a trial of evaluating {count(batch_size, 'row')}"
             usage, *_ = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
         finally:
-            # A module's train() may do more than set the mode, so call it before the modes.
+            # train() may do more than set the mode, so call it first; then restore each mode.
             self._model.train()
             for module, training in modes:
                 module.training = training

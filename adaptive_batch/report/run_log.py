@@ -106,7 +106,8 @@ class RunLog:
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         if self._file:
             if self._file.closed:
-                remedy = "it is closed and cannot record this step; close it after training"
+                # `event` is the option of AdaptiveLoop and AdaptiveStep that takes a RunLog.
+                remedy = "it is closed and cannot record more events; close it after training"
                 raise SettingError("event", type(self).__name__, remedy)
             finite = without_nan(values)
             with self._writing:

@@ -416,16 +416,18 @@ def _fingerprint_rows(job: Job, data: Data) -> str:
     paths.
     """
     rows = len(data.dataset)
+    num_sampled = min(rows, _SAMPLED_ROWS)
     # Evenly spaced, with the first and the last row.
-    numbers = sorted(
-        {round(i * (rows - 1) / max(1, _SAMPLED_ROWS - 1)) for i in range(min(rows, _SAMPLED_ROWS))}
-    )
+    numbers = [
+        round(number * (rows - 1) / max(1, num_sampled - 1)) for number in range(num_sampled)
+    ]
     with RandomState(job.device):
         # Reading a row may augment it at random, so seed each library that may be used for it.
         torch.manual_seed(0)
         random.seed(0)
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(0)
+        # Tokens, labels and masks of each sequence as lists; None for those that a row has not.
         sampled = [
             [
                 None if values is None else list(map(int, values))

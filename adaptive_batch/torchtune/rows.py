@@ -343,6 +343,7 @@ class DatasetRows(Dataset[Any]):
         """Raise SettingError if the model does not take a row."""
         job = self._job
         length = self._task.sequence_length(measures.tokens)
+        # If any id is outside of the vocabulary, this one is.
         token_id = measures.extreme_token_id
         if job.max_seq_len is not None and length > job.max_seq_len:
             remedy = (
@@ -356,7 +357,8 @@ class DatasetRows(Dataset[Any]):
                 f" {job.vocab_size - 1}"
             )
             raise self._refused(
-                number, f"{problem}; give the tokenizer of this model, and the model its vocab_size"
+                number,
+                f"{problem}; use this model's tokenizer, and set the model's vocab_size to match",
             )
 
     def _refused(self, number: int, problem: str) -> SettingError:

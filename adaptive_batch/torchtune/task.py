@@ -596,7 +596,7 @@ class PreferencePairs(Task):
         if lengths is None:
             log_probs: torch.Tensor = get_batch_log_probs(logits, labels)
             return log_probs
-        # There is one value less than tokens, since the last token predicts nothing: append a 0.
+        # Token i scores label i + 1, so there is one value less than tokens: append a 0.
         token_log_probs = pad(self._token_log_probs(logits, labels)[0], (0, 1))
         return _answer_sums(token_log_probs, lengths)
 

@@ -256,16 +256,23 @@ class EvaluationParts:
         if loss is None:
             del self._possible_weightings[1:]
         elif not loss.isnan().any():
-            self._exclude_weightings(loss, losses, counts, tolerance)
+            self._keep_fitting_weightings(loss, losses, counts, tolerance)
 
-    def _exclude_weightings(
+    def _keep_fitting_weightings(
         self,
         loss: torch.Tensor,
         losses: Sequence[torch.Tensor],
         counts: Sequence[_Counts],
         tolerance: float,
     ) -> None:
-        """Keep the weightings that give the loss of a part from those of its halves."""
+        """Keep the weightings under which the losses of two halves add up to that of the part.
+
+        Args:
+            loss: loss of the part.
+            losses: losses of its halves.
+            counts: counts of the halves.
+            tolerance: share by which sums may differ by rounding.
+        """
         # Compare with the largest of the losses: losses of both signs may cancel out.
         largest = torch.stack([loss, *losses]).abs().amax(dim=0)
         scale = largest + torch.finfo(loss.dtype).tiny
@@ -279,7 +286,7 @@ class EvaluationParts:
             raise self._cannot_split(
                 "a loss or logged number is not a mean or a sum over rows or labels"
             )
-        # Wrong weightings make a larger difference than rounding.
+        # Keep those that are about as close as the best: wrong ones differ by more than rounding.
         fits = differences <= 10 * smallest + _ROUNDING
         self._possible_weightings = [
             weighting

@@ -190,8 +190,8 @@ class SplitCheck:
     def _measure(self, sample: Sample, *, by_row: bool = False) -> Comparison | None:
         """Return the comparison of a sample with its parts; None if a rank ran out of memory.
 
-        Until it is known whether first labels count, compare both ways to count them and keep the
-        better one.
+        Until it is known whether the first label of each row counts, try both ways. Switch only if
+        the other way is clearly better: if it halves the difference.
         """
         counts_first = self.counts_first_label
         result = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
@@ -199,6 +199,7 @@ class SplitCheck:
             return result
         other_shares = sample.shares(self._step.labels, counts_first=not counts_first)
         if not distributed.any_of_ranks(other_shares != result.shares):
+            # Both ways give the same shares on all ranks.
             return result
         other = self._passes.compare(sample, counts_first=not counts_first, by_row=by_row)
         if other is not None and other.difference < result.difference / 2:

@@ -254,14 +254,17 @@ class MicroBatchRunner:
 
     @contextmanager
     def _attempt(self, doing: str) -> Iterator[None]:
+        """Context manager for an attempt: record an OOM, so that :meth:`attempts` retries."""
         try:
             yield
             self._has_succeeded = True
         except OutOfMemoryElsewhereError:
+            # Each rank that ran out of memory has recorded its own error in run().
             pass
         except Exception as error:
             if isinstance(error, RankLostError) or not is_out_of_memory(error):
                 raise
+            # An OOM that is not recorded in run(): the other ranks wait for this one.
             if distributed.world_size() > 1:
                 raise self.lost(error, doing) from error
             if not self.retries:
@@ -688,7 +691,7 @@ class Step:
 
         Args:
             trials: functions that run a micro-batch, the same number on all ranks.
-            rows: the largest micro-batch, for errors.
+            rows: the largest micro-batch, which errors name for each trial.
             evaluates: see :meth:`trial`.
             doing: phrase for the error of a lost rank.
 
@@ -702,6 +705,7 @@ class Step:
         remaining = iter(trials)
         has_failed = False
 
+        # The runner only counts micro-batches here: each call runs the next trial.
         def run_next_trial(_: MicroBatch | None, is_last: bool) -> None:
             try:
                 next(remaining)()
@@ -720,6 +724,8 @@ class Step:
         except Exception as error:
             if isinstance(error, AdaptiveBatchError) or not is_out_of_memory(error):
                 raise
+            # The runner has recorded an OOM after which this rank could finish the collectives.
+            # After this one it could not.
             if distributed.world_size() > 1:
                 raise runner.lost(error, doing) from error
             has_failed = True

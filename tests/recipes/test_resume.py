@@ -537,8 +537,13 @@ def test_a_setting_of_the_optimizer_that_is_kept_is_kept_whole_and_has_a_valid_n
         resume_run(small, folder, *keys, "optimizer.foo=1", "epochs=3")
 
 
-def test_other_labels_of_the_same_tokens_and_an_optimizer_in_backward_are_refused(small, whole):
+def test_other_rows_or_labels_and_an_optimizer_in_backward_are_refused(small, whole):
     folder = stopped_after(whole, small, 6)
+    first, *rows = (small.folder / "train.jsonl").read_text().splitlines(keepends=True)
+    changed = small.fresh_folder() / "last_row_changed.jsonl"
+    changed.write_text("".join([first, *rows[:-1], first]))
+    with pytest.raises(SettingError, match=r"^dataset='32 rows, \w+'"):
+        resume_run(small, folder, SAVES, *DROPOUT, f"dataset.data_files={changed}")
     with pytest.raises(SettingError, match="the checkpoint's optimizer state was saved with False"):
         resume_run(small, folder, SAVES, *DROPOUT, "optimizer_in_bwd=True")
     with pytest.raises(SettingError, match=r"^dataset='32 rows, \w+'"):
