@@ -16,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
@@ -45,6 +46,8 @@ _MAKES_CLOSURE = "_make_closure"
 _USED = (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_step")
 # Parameters after `name` and `value`.
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
+# Attributes of modules that are not the script's own.
+_OF_MODULES = vars(LightningModule()).keys()
 # Reductions of metrics other than a mean over rows.
 _OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 
@@ -89,6 +92,8 @@ class AdaptiveCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         check_segments(trainer.strategy.root_device)
+        # What was found for another module may not hold for this one.
+        self._evaluations = {}
         for name in _EVALUATIONS:
             evaluate = getattr(trainer.strategy, name)
             vars(trainer.strategy)[name] = partial(self._evaluate, trainer, name, evaluate)
@@ -391,34 +396,57 @@ def _means(output: Mapping[str, Any], calls: _Calls) -> dict[Any, Any]:
 
 def _join_rows(name: str, outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Join the outputs of a step method, tensors with one entry per row."""
-    joined = {}
+    joined: dict[str, Any] = {}
     for key, value in outputs[0].items():
         if isinstance(value, torch.Tensor):
             joined[key] = torch.cat([output[key] for output in outputs])
-        elif value is not None:
+        elif value is None:
+            joined[key] = None
+        else:
             problem = f"it returns {type(value).__name__}, and only tensors can be joined"
             raise _cannot_split(name, problem)
     return joined
 
 
 def _state(module: LightningModule) -> list[torch.Tensor]:
-    """Return the state that a step method may change: states of torchmetrics, tensors, and the
-    values and lengths of other attributes.
+    """Return the state that a step method may change: states of torchmetrics, which are restored,
+    and as bytes the buffers and other attributes of the module and its children, which are not.
     """
-    attributes = vars(module).values()
-    states = [value for value in attributes if isinstance(value, torch.Tensor)]
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            for state in metric.metric_state.values():
-                tensors = [each for each in leaves(state) if isinstance(each, torch.Tensor)]
-                if tensors:
-                    states.append(torch.cat([each.reshape(-1).float() for each in tensors]))
-    # A number changes its hash, and a list that collects results changes its length.
-    others = [
-        hash(value) if isinstance(value, int | float) else len([*leaves(value)])
-        for value in attributes
-    ]
-    return [*states, torch.tensor(others)]
+    metrics = []
+    others: list[Any] = [*module.buffers()]
+    for each in module.modules():
+        if isinstance(each, Metric):
+            metrics.append(each)
+        else:
+            others += [value for name, value in vars(each).items() if name not in _OF_MODULES]
+    states = []
+    for metric in metrics:
+        for state in metric.metric_state.values():
+            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+            if tensors:
+                states.append(torch.cat([tensor.reshape(-1).float() for tensor in tensors]))
+    return [*states, *map(_as_bytes, _values_in(others))]
+
+
+def _values_in(value: Any, *, depth: int = 2) -> Iterator[Any]:
+    """Yield the tensors, arrays and numbers in containers, in their lengths, and in objects of the
+    script's own classes, such as an average meter.
+    """
+    for leaf in leaves(value):
+        if isinstance(leaf, torch.Tensor | np.ndarray | int | float):
+            yield leaf
+        elif isinstance(leaf, Metric):
+            yield from _values_in(leaf.metric_state)
+        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
+            package = type(leaf).__module__.partition(".")[0]
+            if package not in ("lightning", "torch", "torchmetrics", "builtins"):
+                yield from _values_in(vars(leaf), depth=depth - 1)
+    yield len([*leaves(value)])
+
+
+def _as_bytes(value: Any) -> torch.Tensor:
+    tensor = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
+    return tensor.view(torch.uint8).clone()
 
 
 @contextmanager

@@ -183,7 +183,7 @@ class EvaluationParts:
             return losses[0], outputs[0], [1.0]
         distinct_factors = {tuple(_factors(each, counts)) for each in self._possible_weightings}
         if len(distinct_factors) > 1:
-            self._check(rows, parts[0], forward, snapshot)
+            self._check(rows, self._rows_to_compare(rows, len(parts[0])), forward, snapshot)
         weighting = self._possible_weightings[0]
         # Metrics of rows whose losses are added up are means over rows.
         metric_factors = _factors(_ROWS if weighting == _SUM else weighting, counts)
@@ -217,24 +217,35 @@ class EvaluationParts:
             outputs.append(output)
         return losses, outputs, counts
 
+    def _rows_to_compare(self, rows: BatchSource, number: int) -> tuple[list[int], list[int]]:
+        """Return two groups of rows, `number` in all: those with the fewest labels and those with
+        the most, whose losses show best how rows are weighted.
+        """
+        labels = [self._labels.candidates(rows.part([row]), 1) for row in range(rows.num_rows)]
+        by_labels = sorted(range(rows.num_rows), key=labels.__getitem__)
+        middle = number // 2
+        return sorted(by_labels[:middle]), sorted(by_labels[middle - number :])
+
     def _check(
         self,
         rows: BatchSource,
-        part: Sequence[int],
+        halves: tuple[list[int], list[int]],
         forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> None:
-        """Compare the results of a part with those of its halves; keep the weightings that fit."""
-        if len(part) == 1:
+        """Compare the results of some rows with those of two halves of them; keep the weightings
+        that fit.
+        """
+        if not halves[0]:
             self._leave_unchecked("no two rows fit at once")
             return
         undo = snapshot()
         random_state = RandomState(self._parameter.device)
-        middle = len(part) // 2
+        in_order = [*halves[0], *halves[1]]
+        part = sorted(in_order)
         (loss,), (outputs,), _ = self._run_each(rows, [part], forward)
         state = self._state()
         undo()
-        halves = [part[:middle], part[middle:]]
         losses, outputs_of_halves, counts = self._run_each(rows, halves, forward)
         state_of_halves = self._state()
         undo()
@@ -246,16 +257,24 @@ class EvaluationParts:
         is_float32 = self._is_exact and self._parameter.dtype.itemsize >= torch.float32.itemsize
         tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_16_BITS
         joined_outputs = self._join(outputs_of_halves)
+        places = [part.index(row) for row in in_order]
         for of_part, of_halves in zip(arrays_in(outputs), arrays_in(joined_outputs), strict=True):
-            # Generated tokens may differ by rounding.
-            if of_part.is_floating_point() and _differ(of_part, of_halves, tolerance):
-                raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
-        for of_part, of_halves in zip(state, state_of_halves, strict=True):
-            if _differ(of_part, of_halves, tolerance):
-                raise self._cannot_split("it counts batches, not rows, in a metric or attribute")
+            if of_part.is_floating_point():
+                if _differ(of_part[places], of_halves, tolerance):
+                    raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
+            elif not torch.equal(of_part[places], of_halves):
+                log.warning(
+                    "evaluation: whole numbers in the outputs differ between rows and halves of"
+                    " them: they depend on other rows, or on rounding, as generated tokens may"
+                )
+        if len(state) != len(state_of_halves) or any(
+            _differ(of_part, of_halves, tolerance)
+            for of_part, of_halves in zip(state, state_of_halves, strict=True)
+        ):
+            raise self._cannot_split("it changes an attribute, or counts batches in a metric")
         if loss is None:
             del self._possible_weightings[1:]
-        elif not loss.isnan().any():
+        elif not loss.isnan().all():
             self._keep_fitting_weightings(loss, losses, counts, tolerance)
 
     def _keep_fitting_weightings(
@@ -279,6 +298,8 @@ class EvaluationParts:
         totals = [_add_up(weighting, losses, counts) for weighting in self._possible_weightings]
         # The difference is NaN if a weighting counts a half without labels.
         errors = (torch.stack(totals) - loss).abs().div(scale).nan_to_num(math.inf)
+        # A number that is NaN for the whole part shows nothing.
+        errors = errors.masked_fill(loss.isnan(), 0.0)
         # The loss may be a vector of numbers.
         differences = errors.reshape(len(totals), -1).amax(dim=1)
         smallest = differences.min()

@@ -181,6 +181,8 @@ class RowsOfBatch(BatchSource):
         self._trims = trims
         self._row_lengths = row_lengths
         self.is_divided = dict(is_divided)
+        # Values of the shape `[rows, columns]` by name.
+        self._tables: dict[str, torch.Tensor] = {}
         # Values that were divided in an earlier batch show the number of rows.
         values = _values(batch, known=is_divided)
         num_rows = _most_common(_length(value) for name, value in values if is_divided.get(name))
@@ -191,8 +193,6 @@ class RowsOfBatch(BatchSource):
             remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
-        # Values of the shape `[rows, columns]` by name.
-        self._tables: dict[str, torch.Tensor] = {}
         if isinstance(batch, _MAPPING):
             for name, value in batch.items():
                 if is_table(value) and value.shape[0] == num_rows:

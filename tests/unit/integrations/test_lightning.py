@@ -283,6 +283,10 @@ class Evaluates(LogsMetrics):
             self.updated.update(loss)
         elif self.kind == "list":
             self.logged.append(loss)
+        elif self.kind == "counter":
+            self.counts["rows"] += len(batch[0])
+        elif self.kind == "buffer":
+            self.buffer += len(batch[0])
         elif self.kind == "square":
             self.log("square", loss.square())
         elif self.kind == "names" and batch[1][0] == 0:
@@ -326,8 +330,10 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("metric", "it counts batches, not rows, in a metric or attribute"),
-        ("list", "it counts batches, not rows, in a metric or attribute"),
+        ("metric", "it changes an attribute, or counts batches in a metric"),
+        ("list", "it changes an attribute, or counts batches in a metric"),
+        ("counter", "it changes an attribute, or counts batches in a metric"),
+        ("buffer", "it changes an attribute, or counts batches in a metric"),
         ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
         ("names", "it logs or returns other names for other rows"),
         ("text", "it returns list, and only tensors can be joined"),
@@ -335,6 +341,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
 )
 def test_evaluations_whose_parts_have_other_results_are_refused(tmp_path, kind, message):
     module = Evaluates(limit=4)
-    module.kind = kind
+    module.kind, module.counts = kind, {"rows": 0}
+    module.register_buffer("buffer", torch.zeros(()))
     with pytest.raises(DoesNotFitError, match=f"{message}; lower batch_size of the DataLoader"):
         evaluated(module, tmp_path, "validate")

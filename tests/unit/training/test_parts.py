@@ -18,6 +18,7 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
+from adaptive_batch.training.splitters import RowSplitter
 
 ROUNDING = 2e-6
 Pair = namedtuple("Pair", "x y")
@@ -325,3 +326,10 @@ def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(build
     AdaptiveStep(model, forward_backward, statistics=statistics)(batch)
     assert attempts == [4, 2, 2]
     assert len(batch["more"][0])
+
+
+def test_a_batch_without_the_rows_of_an_earlier_one_is_refused():
+    split = RowSplitter(trims=True)
+    split({"x": torch.ones(4, 2)})
+    with pytest.raises(SettingError, match=r"nothing in it shows the number of rows \(x divided\)"):
+        split({"x": None})
