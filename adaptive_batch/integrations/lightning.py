@@ -16,7 +16,6 @@ from types import MappingProxyType
 from typing import Any
 
 import lightning
-import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
@@ -433,7 +432,8 @@ def _values_in(value: Any, *, depth: int = 2) -> Iterator[Any]:
     script's own classes, such as an average meter.
     """
     for leaf in leaves(value):
-        if isinstance(leaf, torch.Tensor | np.ndarray | int | float):
+        is_array = hasattr(type(leaf), "__array_interface__") and leaf.dtype.kind in "biufc"
+        if is_array or isinstance(leaf, torch.Tensor | int | float):
             yield leaf
         elif isinstance(leaf, Metric):
             yield from _values_in(leaf.metric_state)
