@@ -428,7 +428,7 @@ def _keep_until_fused(graph: fx.Graph, loop_sizes: Mapping[fx.Node, int]) -> Non
             shared = shared.union(*(accessed[kernel] for kernel in joining))
             last_fused.update(dict.fromkeys(joining, node))
             candidates -= joining
-    # An argument is alive until its last reader.
+    # The graph only shows how long tensors live, so these become arguments of the last kernel.
     for kernel, last in last_fused.items():
         last.args = ([*last.all_input_nodes, kernel, *accessed[kernel]],)
 

@@ -319,10 +319,11 @@ class AdaptiveTrainer(Trainer):
         Raises:
             DoesNotFitError: a single row runs out of memory, or micro-batches change the results.
         """
-        # Replace the method of this object, so that overrides in subclasses are wrapped too. It is
-        # replaced already if compute_metrics calls predict() within an evaluation.
+        # Replace the method of this object, so that overrides in subclasses are wrapped too.
         predict = self.prediction_step
-        if getattr(predict, "func", None) != self._predict_parts:
+        # The method is wrapped already if compute_metrics calls predict() within an evaluation.
+        is_wrapped = getattr(predict, "func", None) == self._predict_parts
+        if not is_wrapped:
             predict = partial(self._predict_parts, predict)
         with replaced(self, prediction_step=predict):
             return super().evaluation_loop(*arguments, **keywords)

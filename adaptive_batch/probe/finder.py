@@ -279,6 +279,7 @@ def _outcome(trial: Trial) -> str:
     else:
         text = f"{count(trial.batch_size, 'row')} did not fit"
     if trial.retried:
+        # Such a trial does not count as fitting.
         text += " without a retry of the allocator"
     if trial.peak_bytes is not None:
         text += f", peak {format_bytes(trial.peak_bytes)}"

@@ -58,7 +58,7 @@ class RunLog:
             path.parent.mkdir(parents=True, exist_ok=True)
             has_torn_line = _ends_torn(path)
             self._file = path.open("a", encoding="utf-8")
-            if not _locked(self._file):
+            if not _try_lock(self._file):
                 self._file.close()
                 remedy = (
                     "another run is writing to it; give another folder. Close your own RunLog with"
@@ -155,8 +155,10 @@ def started_runs(folder: Path) -> list[Any]:
     return [record.get("run") for record in records if record.get("kind") == "start"]
 
 
-def _locked(file: TextIO) -> bool:
-    """Lock the file until it is closed or the process ends; return False if it was locked."""
+def _try_lock(file: TextIO) -> bool:
+    """Lock the file until it is closed or the process ends; return False if it is
+    locked already.
+    """
     # Windows has no fcntl.
     if sys.platform == "win32":
         return True

@@ -466,8 +466,8 @@ class LostRun:
         )
 
     def trial_rows(self, key: str) -> int | None:
-        """Return the rows of a trial that ended all ranks, by a key of :data:`TRIALS`; None
-        without one.
+        """Return how many rows the trial of a key of :data:`TRIALS` had when it ended the run; None
+        if no such trial did.
         """
         rows: int | None = self._facts.get(key)
         return rows

@@ -367,8 +367,8 @@ class Settings(Batching):
     @property
     def searches_training(self) -> bool:
         """Return whether training needs the maximum batch size."""
-        # A growing batch ends at the maximum, or needs it to split larger steps, unless a number
-        # for the micro-batch is configured.
+        # A growing batch needs the maximum as its end. If it may grow beyond that, its steps are
+        # split by the maximum, unless the size of a micro-batch is a number.
         has_number = isinstance(self.micro_batch_limit, int)
         growth_needs_it = self.grows and not (self.grow_beyond_maximum and has_number)
         return self.use_maximum_batch_size or self.micro_batch_limit == "auto" or growth_needs_it

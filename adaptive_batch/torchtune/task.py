@@ -100,7 +100,9 @@ class Task(ABC):
             yield row.get(tokens), row.get(labels)
 
     def sequence_length(self, length: int) -> int:
-        """Return the tokens of each sequence of a row of `length` tokens, rounded up."""
+        """Return the length of one sequence of a row: its `length` tokens are divided among one
+        sequence for each field, rounded up.
+        """
         return -(-length // len(self.fields))
 
     def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:

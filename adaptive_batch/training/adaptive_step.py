@@ -184,7 +184,9 @@ class PartStep(Step):
         return self.run_step(weighting, self.agree_on_plan(weighting, report))
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
-        """Return the number of labels of a batch of `num_rows` rows, as shares count them."""
+        """Return the number of labels of a batch of `num_rows` rows, or the sum of their weights:
+        what the share of a part is computed from.
+        """
         return self.labels.count(batch, num_rows, counts_first=self.check.counts_first_label)
 
     # --- what fits

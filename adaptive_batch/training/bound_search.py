@@ -282,7 +282,8 @@ class Evaluation:
         name: phrase for logs, such as ``evaluating rows``.
         kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
         in_training_mode: whether the model stays in training mode.
-        lost_key: key under which the facts of a lost rank have the rows of its trial.
+        lost_key: if a trial ends the run because a rank is lost, the key under which its rows are
+            written down, so that a restart tries fewer.
     """
 
     run: Callable[[Any], object]

@@ -342,7 +342,12 @@ def _differ(ours: torch.Tensor, halves: torch.Tensor, tolerance: float) -> bool:
 
 
 def _factors(weighting: int, counts: Sequence[_Counts]) -> list[float]:
-    """Return the factor of the loss of each part."""
+    """Return the factor of the loss of each part.
+
+    Args:
+        weighting: index of the count by which losses are averaged; `_SUM` if they add up.
+        counts: counts of each part.
+    """
     if weighting == _SUM:
         return [1.0] * len(counts)
     total = sum(count[weighting] for count in counts)

@@ -325,6 +325,7 @@ class AdaptiveLoop:
         dataset = self._step.dataset
         self._waiting.clear()
         for rows in self._loader:
+            # Let the dataset read the rows of the next step ahead.
             dataset.expect(batches.newest.following)
             if batches.batching.batch_size_schedule is not None:
                 own_tokens = sum(map(dataset.length, rows))

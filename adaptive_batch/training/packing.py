@@ -69,6 +69,7 @@ class PackedAttention:
         """
         tensors = (query, key, value)
         tokens = sum(self._lengths)
+        # The first and the third dimension of [1, heads, tokens, head_dim].
         if any(tensor.dim() != 4 or tensor.shape[::2] != (1, tokens) for tensor in tensors):
             raise ValueError(
                 f"attention of {list(query.shape)} to {list(key.shape)} cannot isolate packed rows"
@@ -446,7 +447,8 @@ def _problem_of_two_rows(
         packed = float(token_loss(pack(short_rows)))
     with isolated_rows(lengths[::-1]):
         reversed_order = float(token_loss(pack(short_rows[::-1])))
-    # Joined to one row, so that the second row attends to the first.
+    # Joined to one row, so that the second row attends to the first: the tolerance must stay below
+    # the difference that this makes.
     with isolated_rows([sum(lengths)]) as attention:
         mixed = float(token_loss(pack(short_rows)))
     allowed = _allowed_difference([packed, reversed_order, mixed], alone, attention.dtype)

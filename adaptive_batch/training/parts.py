@@ -316,7 +316,7 @@ class RowsOfBatch(BatchSource):
         return take(self._batch, "")
 
     def _used_width(self, rows: Sequence[int]) -> int | None:
-        """Return the columns that some rows use; None if they keep all."""
+        """Return how many columns the given rows use; None if they keep all columns."""
         if not self._trims or self.lengths is None:
             return None
         used_width = max(self.lengths[row] for row in rows)
@@ -588,7 +588,8 @@ class LabelCounter:
 
     @staticmethod
     def _count(labels: torch.Tensor, counts_first: bool) -> int:
-        # Labels of classes may have a single column, which no model shifts.
+        # A causal model shifts labels, so that the first label of each row has no loss. A single
+        # column has the labels of classes, which no model shifts.
         has_first_labels = labels.dim() == 2 and labels.shape[1] > 1
         if has_first_labels and not counts_first:
             labels = labels[:, 1:]

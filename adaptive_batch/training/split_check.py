@@ -67,11 +67,14 @@ class SplitCheck:
     def __init__(self, step: PartStep) -> None:
         self._step = step
         self._passes = GradientPasses(step)
+        # Found by checks.
         self.counts_first_label = False
         self.keeps_columns = False
+        # Whether a check could tell if first labels count.
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
+        # Whether a batch whose parts have fewer columns, and a packed one, were checked.
         self._has_seen_cut = False
         self._has_seen_packed = False
         self._num_parts = 0
