@@ -428,8 +428,9 @@ def _state(module: LightningModule) -> list[torch.Tensor]:
 
 
 def _values_in(value: Any, *, depth: int = 2) -> Iterator[Any]:
-    """Yield the tensors, arrays and numbers in containers, in their lengths, and in objects of the
-    script's own classes, such as an average meter.
+    """Yield the tensors, arrays and numbers in nested containers, and their number, so that an
+    appended text changes it. Objects of the script's own classes, such as an average meter, count
+    as containers of their attributes.
     """
     for leaf in leaves(value):
         is_array = hasattr(type(leaf), "__array_interface__") and leaf.dtype.kind in "biufc"

@@ -41,9 +41,9 @@ class EvaluationParts:
     """Runs batches without gradients, each at once until memory runs out.
 
     Each rank has its own limit of a part, which recovers as in training. Parts keep all columns of
-    the batch. At the first split the first part runs again, whole and in halves. This shows the
-    weights of the losses of parts; if several fit, a later split decides. Outputs that depend on
-    other rows are refused.
+    the batch. At the first split, the rows that differ most in their labels run again, together and
+    in halves, as many as fit. This shows the weights of the losses of parts; if several fit, a later
+    split decides. Outputs that depend on other rows are refused.
 
     Args:
         model: model to evaluate.

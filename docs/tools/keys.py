@@ -1,4 +1,4 @@
-"""Writes the tables of keys into docs/configuration.md: `python docs/tools/keys.py`.
+"""Write the tables of keys into docs/configuration.md: `python docs/tools/keys.py`.
 
 Each table is between ``<!-- NAME: ... -->`` and ``<!-- end -->``.
 """
