@@ -80,7 +80,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.seed = training.set_seed(
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
         )
-        # What cleanup() closes.
+        # Closed by cleanup().
         self.closing = ExitStack()
         # The end of the final message of a run that is stopped before it can save.
         self._after_end: Callable[[], str] = lambda: "nothing has changed yet; start it again"

@@ -91,7 +91,7 @@ def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeRes
 
 
 def summary(results: list[ProbeResult]) -> str:
-    """Format one aligned line per length; `bound` is the maximum batch size as text."""
+    """Format one aligned line per length."""
     lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak':>10}"]
     for result in results:
         tokens = result.max_batch_size * result.sequence_length

@@ -150,8 +150,11 @@ class CheckpointManager:
             if self._writer is not None:
                 self._writer.shutdown()
             if self._ranks.rank == 0:
-                # A run that resumed after its last save has not saved again.
-                self._clear_leftovers()
+                # A run that resumes after its last step never saves, so no save has removed them.
+                try:
+                    self._clear_leftovers()
+                except OSError as error:
+                    log.warning("what a killed save left could not be removed: %s", error)
 
     def _copy(self, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Copy this rank's tensors to the host; return False if the host lacks memory. A

@@ -271,7 +271,7 @@ def micro_batches(
 def _cut_padded(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
 ) -> list[list[int]]:
-    # Rows of a micro-batch, however long they are.
+    # Rows of a micro-batch if all are padded to the longest row.
     max_rows = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         max_rows = largest_divisor(len(lengths), at_most=max_rows)

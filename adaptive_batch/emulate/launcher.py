@@ -242,7 +242,7 @@ def mirror(folder: Path, scratch: Path) -> None:
             is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
             # A link to a folder that was entered already could lead round in a circle.
             real = os.path.realpath(entry.path)
-            # After the most entries, folders are linked as a whole too.
+            # After MAX_ENTRIES entries, folders are linked as a whole too.
             if entry.is_dir() and not is_tool and entries_left > 0 and real not in entered:
                 entered.add(real)
                 pending.append((Path(entry.path), new))

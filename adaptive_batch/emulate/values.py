@@ -2,10 +2,11 @@
 
 The memory of the emulated device is memory of this process. Each operator of PyTorch with a CUDA
 kernel is registered again: the CUDA kernel runs and allocates as usual; then, for small tensors,
-the operator's CPU kernel computes the values at the same addresses. Values of large tensors are not
-kept. A small tensor that depends on them gets harmless defaults: 1, evenly spread indices, flags
-without an alarm. If the program reads such a value, or a shape depends on it, :data:`made_up`
-counts the line.
+the operator's CPU kernel computes the values at the same addresses. Operators whose results have
+sizes that depend on values run on the CPU only, and their temporaries are missing from the peak.
+Values of large tensors are not kept. A small tensor that depends on them gets harmless defaults: 1,
+evenly spread indices, flags without an alarm. If the program reads such a value, or a shape depends
+on it, :data:`made_up` counts the line.
 """
 
 from __future__ import annotations
@@ -48,9 +49,8 @@ _OVERWRITING = {"fill_", "zero_", "copy_", "normal_", "uniform_", "bernoulli_", 
 # Flags that are false unless something is wrong.
 _ALARMS = {"any", "isnan", "isinf", "isposinf", "isneginf", "signbit", "eq"}
 _COMPARISONS = {"lt", "le", "gt", "ge"}
-# Operators whose results have sizes that depend on values.
-_VALUE_SIZED = {
-    "nonzero",
+# Operators that return different values, as many as there are.
+_UNIQUE = {
     "_unique",
     "_unique2",
     "unique_dim",
@@ -78,7 +78,8 @@ def install() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
     special: dict[str, Callable[..., Any]] = {
-        **dict.fromkeys(_VALUE_SIZED, _on_host_only),
+        "nonzero": partial(_on_host_only, returns_values=False),
+        **dict.fromkeys(_UNIQUE, partial(_on_host_only, returns_values=True)),
         **dict.fromkeys(("empty", "empty_strided"), _empty),
         "_amp_foreach_non_finite_check_and_unscale_": _unscale,
         "copy_": _copy,
@@ -473,9 +474,15 @@ def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
     return pow_of_number
 
 
-def _on_host_only(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+def _on_host_only(operator: Any, cuda_kernel: Any, *, returns_values: bool) -> Callable[..., Any]:
     """Return a kernel that computes on the CPU alone: CUDA's would read the size of its result on
     the device. The temporaries of CUDA's kernel are missing from the peak.
+
+    Args:
+        operator: operator, with a CPU kernel.
+        cuda_kernel: not used.
+        returns_values: whether the first result has values of the tensor; the others are indices
+            and counts.
     """
 
     def on_host_only(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -484,12 +491,14 @@ def _on_host_only(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         if has_values(tensor):
             host = on_host(tensor)
         else:
-            # Elements that are different and not zero give the largest result.
+            # Elements that are different and not zero give the largest result. In the dtype of the
+            # tensor, large numbers might be equal.
             numbers = torch.arange(1, tensor.numel() + 1, device="cpu")
-            host = numbers.view(tensor.shape).to(tensor.dtype)
-        results = []
+            host = numbers.view(tensor.shape)
+        results: list[torch.Tensor] = []
         for values in _tensors(operator(host, *args, **kwargs)):
-            results.append(torch.empty_like(values, device=tensor.device))
+            dtype = tensor.dtype if returns_values and not results else values.dtype
+            results.append(torch.empty_like(values, dtype=dtype, device=tensor.device))
             if has_values(results[-1]):
                 on_host(results[-1]).copy_(values)
             _set_origin(results[-1], origin)

@@ -352,7 +352,7 @@ class FakeStep:
         )
 
     def _run_first_steps(self, step: Callable[[], object]) -> None:
-        """Create the state of the optimizer, and log its first two steps."""
+        """Create the optimizer's state. Log its first two steps, unless it runs in backward."""
         if self._in_backward and not self._sharding.is_sharded:
             # Backward runs the optimizer, so tracing the first micro-batch creates its state.
             self._micro_batch_phase(FEW, self.forward_backward, is_first=True)

@@ -15,8 +15,8 @@ _HOOKS = "ADAPTIVE_BATCH_HOOKS"
 
 
 def environment_with(hook: Path) -> dict[str, str]:
-    """Return this process's environment with a hook first, which within another such program is
-    there once.
+    """Return this process's environment with `hook` as the first hook. A hook that is already set
+    is not repeated.
 
     Args:
         hook: Python file with a function ``install``.

@@ -89,8 +89,9 @@ class AdaptiveArguments(PlainArguments):
 
     def __new__(cls, *_: Any, **given: Any) -> AdaptiveArguments:
         names = [each.name for each in fields(cls)]
-        for name in given.keys() - set(names):
-            raise SettingError(name, given[name], f"unknown argument; {nearest(name, names)}")
+        for name, value in given.items():
+            if name not in names:
+                raise SettingError(name, value, f"unknown argument; {nearest(name, names)}")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -217,6 +217,9 @@ class AdaptiveCallback(Callback):
             numbers: number of the batch, and number of the loader if there are several.
         """
         module = trainer.lightning_module
+        if next(module.parameters(), None) is None:
+            # No device shows whose memory could run out.
+            return evaluate(batch, *numbers)
         # Outputs and `log` calls of each micro-batch, without those of failed attempts.
         outputs: list[Mapping[str, Any]] = []
         logged: list[_Calls] = []

@@ -172,11 +172,17 @@ def save_objects(objects: Iterable[Any]) -> Callable[[], None]:
     """Return a function that restores the current attributes of metric objects."""
 
     def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-        # An object may change its tensors in place.
-        return {
-            name: value.clone() if isinstance(value, torch.Tensor) else _copy(value)
-            for name, value in attributes.items()
-        }
+        copies: dict[str, Any] = {}
+        for name, value in attributes.items():
+            if isinstance(value, torch.Tensor):
+                # An object may change its tensors in place.
+                copies[name] = value.clone()
+            elif isinstance(value, list) and set(map(type, value)) <= {torch.Tensor}:
+                # Objects only append to lists of tensors, which may become long.
+                copies[name] = [*value]
+            else:
+                copies[name] = _copy(value)
+        return copies
 
     saved = [(each, copied(vars(each))) for each in objects]
 

@@ -81,7 +81,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # Imported lazily: its base class is a private name of torch.
+    # Imported lazily, since only measuring needs it.
     if name != "MemoryTracker":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from .tracker import MemoryTracker

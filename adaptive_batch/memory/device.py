@@ -283,7 +283,7 @@ class CountedMemory:
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         """Measure a block; it raises ``torch.OutOfMemoryError`` above the budget."""
-        # Imported lazily, so that a torch without its private base class fails only here.
+        # Imported lazily, since only measuring needs it.
         from .tracker import MemoryTracker
 
         counter = MemoryTracker(budget_bytes)

@@ -226,7 +226,7 @@ class Predictive(Search):
         measured = measured_curve(self._trials)
         if measured is not None:
             rows = self._allowed(measured, self._budget_bytes)
-            # Otherwise a failed trial has contradicted the measured curve.
+            # A failed trial of so many rows or fewer contradicts the curve; then continue below.
             if rows < too_many:
                 return rows if rows > best else None
         early_oom = self._worst_early_oom()

@@ -389,7 +389,7 @@ class DryRun:
                 raise RuntimeError(f"{part} failed, not because of memory: {error}") from error
             ran_out = True
             message = str(error) or type(error).__name__
-        # Below the except block, whose traceback would keep tensors alive during the cleanup.
+        # Clean up only after the except block: its traceback keeps tensors alive.
         retried = not ran_out and usage is not None and usage.retried
         held_bytes = usage.peak_bytes if ran_out and usage is not None else None
         # If a rank failed in the middle, the others wait in collectives that it has to complete.
@@ -403,7 +403,12 @@ class DryRun:
         return _Outcome(usage if fits_everywhere else None, retried, held_bytes)
 
     def _agree_on_fit(self, fits: bool, part: str, budget_bytes: int) -> bool:
-        """Return whether a part fits on all ranks; if it does not, free its memory."""
+        """Free the memory of a part that does not fit on some rank; return whether it fits on all.
+        A collective.
+
+        Raises:
+            RankLostError: memory ran out in the cleanup.
+        """
         try:
             if not fits:
                 self._drop_gradients()

@@ -156,9 +156,7 @@ def started_runs(folder: Path) -> list[Any]:
 
 
 def _try_lock(file: TextIO) -> bool:
-    """Lock the file until it is closed or the process ends; return False if it is
-    locked already.
-    """
+    """Lock the file until it is closed; return False if another log holds the lock."""
     # Windows has no fcntl.
     if sys.platform == "win32":
         return True

@@ -425,7 +425,7 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
     first = smallest
     if start is not None:
         first = _whole(f"{KEY}.start", start)
-    # From the smallest half of `end` to `end` itself.
+    # The odd part of `end`, doubled until it is `end`.
     doubled = [smallest]
     while doubled[-1] < last:
         doubled.append(2 * doubled[-1])
@@ -454,11 +454,11 @@ class _ByNoiseScale(_Rule):
         batch = progress.batch or self.start
         noise = progress.noise_scale
         # Noise can push the estimate to 0 or below; it then has no information.
-        is_measured = noise is not None and 0 < noise < math.inf
-        is_due = progress.steps > 0 and progress.steps % self.every == 0
-        if not is_measured or not is_due:
+        if noise is None or not 0 < noise < math.inf:
             return batch
-        assert noise is not None
+        is_due = progress.steps > 0 and progress.steps % self.every == 0
+        if not is_due:
+            return batch
         if noise > batch * (1 + self.margin):
             grown = max(batch + 1, math.floor(batch * self.factor + 0.5))
             # A batch that is already above the maximum does not shrink.
@@ -494,7 +494,7 @@ def by_noise_scale(
     Args:
         start: number of rows in the first step on one device.
         maximum: maximum number of rows. None: only the maximum batch size limits the rows.
-        factor: factor of each change, above 1.
+        factor: ratio of the batch sizes after and before a change, above 1.
         margin: relative distance between noise scale and batch that causes a change, 0 or more.
             With 0.5, the threshold lies about halfway (by ratio) to the doubled batch.
         every: optimizer steps between two decisions, so that the average can follow the batch.
@@ -578,9 +578,10 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
     / pi for a quarter cosine.
 
     Args:
-        factor: factor of each change, above 1. With 2, the batch doubles each time d halves, B = B0
-            x 2 ** floor(log2(1 / d)), and the rate follows f between two changes (in the paper, the
-            rate stays constant). None grows the batch at each step.
+        factor: ratio of the batch sizes after and before a change, above 1. With 2, the batch
+            doubles each time d halves, B = B0 x 2 ** floor(log2(1 / d)), and the rate follows f
+            between two changes (in the paper, the rate stays constant). None grows the batch at
+            each step.
         maximum: limit of a step on one device. None leaves only the maximum batch size, which
             limits rows but not `batch_tokens`.
 

@@ -112,6 +112,8 @@ def refusing(
         # torchtune's message says what failed, so its class adds nothing.
         if not isinstance(error, InstantiationError):
             message = f"{type(error).__name__}: {message}"
+        if error.__cause__ is not None:
+            message = f"{message} ({one_line(error.__cause__)})"
         if isinstance(error, ModuleNotFoundError) and error.name:
             remedy = f"pip install {error.name}"
         raise SettingError(key, value, f"{problem}: {message}; {remedy}") from error

@@ -14,6 +14,7 @@ from types import NoneType
 from typing import Any
 
 import torch
+from datasets.exceptions import DatasetGenerationError
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import ConcatDataset
 from torchtune import config
@@ -511,8 +512,8 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         except StopIteration:
             # `datasets` raises it for an empty file. count_rows() refuses the empty dataset.
             dataset = []
-        except Exception as error:
-            # A broken line is the usual cause, which the error of `datasets` does not show.
+        except DatasetGenerationError as error:
+            # A broken line is the usual cause; the error of `datasets` does not show its number.
             _check_lines(f"{key}.data_files", block.get("data_files"), error)
             raise
         count_rows(dataset, key=key, name=name)
@@ -531,13 +532,14 @@ def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
     for path in paths:
         if not str(path).endswith(".jsonl") or not Path(path).is_file():
             continue
-        for number, line in enumerate(Path(path).read_text(errors="replace").splitlines(), 1):
-            try:
-                # Empty lines are allowed.
-                json.loads(line or "{}")
-            except ValueError as error:
-                problem = f"line {number} is not JSON ({error}); correct it, or remove it"
-                raise SettingError(key, str(path), problem) from cause
+        with Path(path).open(encoding="utf-8-sig", errors="replace") as file:
+            for number, line in enumerate(file, 1):
+                try:
+                    # Empty lines are allowed.
+                    json.loads(line.strip() or "{}")
+                except ValueError as error:
+                    problem = f"line {number} is not JSON ({error}); correct it, or remove it"
+                    raise SettingError(key, str(path), problem) from cause
 
 
 def _names(cfg_dataset: Any) -> str:

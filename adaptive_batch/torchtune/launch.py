@@ -99,7 +99,7 @@ def set_up_process() -> None:
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
     """With ``verbose=True``, print the resolved configuration and torchtune's log. Otherwise print
-    only torchtune's warnings.
+    only torchtune's warnings and, without a terminal, no progress bars of `datasets`.
     """
     torchtune_log = utils.get_logger()
     if cfg.get("verbose"):
@@ -214,8 +214,8 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
                         recipe.setup()
                     recipe.train()
             except FinishedError as done:
-                # Not an error: a job with resume_from_checkpoint=auto is started by the same
-                # command until it is finished, and once more.
+                # Not an error: a job that repeats its command until it succeeds must not fail after
+                # the run is finished.
                 log.info("%s", done)
     finally:
         if recipe:

@@ -44,7 +44,7 @@ from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 
-# What a trial's memory depends on, of the configuration.
+# Keys on which the memory of a trial depends.
 _MEMORY_KEYS = [
     "model",
     "optimizer",
@@ -228,7 +228,7 @@ class LimitFinder:
         self._job = job
         self._data = data
         self._settings = job.settings
-        # Whether training begins with a power of two at or below the maximum.
+        # Training begins with a power of two at or below the maximum.
         self._rounds = (
             job.settings.probe.round_to_power_of_two and job.settings.use_maximum_batch_size
         )
@@ -545,7 +545,8 @@ class LimitFinder:
     # --- the reference ----------------------------------------------------------------------------
 
     def search_reference(self, trainer: Trainer, *, batch_size: int) -> ProbeResult:
-        """Find the most rows that fit in the pass of the frozen reference model before each step.
+        """Find the most rows that fit in the pass of the frozen reference model before each step,
+        and limit its sizer to them.
 
         Args:
             trainer: trainer of the run.
@@ -608,6 +609,8 @@ class LimitFinder:
         path: Path | None = None,
     ) -> ProbeResult:
         """Search with the options and the cache of the run; see :func:`find_limit`.
+
+        The sizer of training counts the out-of-memory errors of the trials.
 
         Args:
             trainer: trainer of the run.

@@ -740,7 +740,7 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
     }
     # The last parts of their names, such as q_proj.
     modules = {name.rpartition(".")[2] for name in adapters}
-    # Whether the model has the adapters that a key asks for.
+    # True if the model has the adapters of the key.
     has_effect = {
         "apply_lora_to_mlp": any("mlp" in name.split(".") for name in adapters),
         "apply_lora_to_output": "output" in modules,

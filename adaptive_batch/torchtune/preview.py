@@ -172,7 +172,7 @@ class TrainingPreview:
         knows_micro_batches = with_details and not self._sizer.waits_for_search
         stages: list[Stage] = []
         last_group: object = None
-        # What the rule returned at the start of each stage, by the call that an error names.
+        # Batch at the start of each stage, by the call that an error names.
         answers = {}
         dry_run = batches.dry_run(counts_tokens=settings.grows or settings.preview)
         # A rule may draw random numbers, which training has to draw, too.

@@ -224,7 +224,7 @@ class ResumedRun:
         if in_mid_epoch:
             refused |= row_keys
         for name in {**now, **saved}:
-            # Whether the checkpoint's value overrides the configured one.
+            # True if the checkpoint's value overrides the configured one.
             is_kept = (
                 (name.startswith("optimizer.") and name not in _IMPLEMENTATION)
                 or name in ("seed", _MAX_STEPS)

@@ -309,17 +309,17 @@ class Settings(Batching):
 
     @property
     def batch_changes(self) -> bool:
-        """Return whether a search or a growth function changes `batch_size`."""
+        """True if a search or a growth function changes `batch_size`."""
         return self.use_maximum_batch_size or self.batch_increase_function is not None
 
     @property
     def grows(self) -> bool:
-        """Return whether a rule changes the batch during training."""
+        """True if a rule changes the batch during training."""
         return self.batch_increase_function is not None or self.batch_size_schedule is not None
 
     @property
     def measures_noise(self) -> bool:
-        """Return whether the gradient noise scale is measured."""
+        """True if the gradient noise scale is measured."""
         return self.log_gradient_noise_scale or needs_noise_scale(self.batch_size_schedule)
 
     @property
@@ -336,12 +336,12 @@ class Settings(Batching):
 
     @property
     def validates(self) -> bool:
-        """Return whether training validates."""
+        """True if training validates."""
         return self.run_val_every_n_steps is not None
 
     @property
     def searches_validation(self) -> bool:
-        """Return whether validation searches for its own micro-batch limit."""
+        """True if validation searches for its own micro-batch limit."""
         return self.validates and self.batch_size_val == "auto"
 
     @property
@@ -366,7 +366,7 @@ class Settings(Batching):
 
     @property
     def searches_training(self) -> bool:
-        """Return whether training needs the maximum batch size."""
+        """True if training needs the maximum batch size."""
         # A growing batch needs the maximum as its end. If it may grow beyond that, its steps are
         # split by the maximum, unless the size of a micro-batch is a number.
         has_number = isinstance(self.micro_batch_limit, int)
@@ -375,7 +375,7 @@ class Settings(Batching):
 
     @property
     def searches(self) -> bool:
-        """Return whether training, validation or a reference needs a search for what fits."""
+        """True if training, validation or a reference needs a search for what fits."""
         return (
             self.searches_training
             or self.searches_validation
@@ -384,7 +384,7 @@ class Settings(Batching):
 
     @property
     def chooses_fastest(self) -> bool:
-        """Return whether a search chooses the fastest micro-batches, not the largest."""
+        """True if a search chooses the fastest micro-batches, not the largest."""
         # With the optimizer in backward, a step is one micro-batch, so there is no choice.
         is_timed = needs_times(self.probe.objective) and not self.optimizer_in_bwd
         return self.micro_batch_limit == "auto" and is_timed
@@ -401,7 +401,7 @@ class Settings(Batching):
 
     @property
     def splits_steps(self) -> bool:
-        """Return whether a step has several micro-batches even if it fits at once."""
+        """True if a step has several micro-batches even if it fits at once."""
         return (
             isinstance(self.micro_batch_limit, int)
             or self.batch_tokens is not None
@@ -413,7 +413,7 @@ class Settings(Batching):
 
     @property
     def adaptive(self) -> bool:
-        """Return whether a key changes batches or how they run; torchtune's recipe has none."""
+        """True if a key changes batches or how they run; torchtune's recipe has none."""
         return (
             self.use_maximum_batch_size
             or self.grows

@@ -175,7 +175,7 @@ class RunFolder:
     def _newest_intact(
         self, complete: list[Checkpoint], skipped: list[SkippedCheckpoint]
     ) -> FoundCheckpoint:
-        """Return the newest checkpoint with the checksums that were saved.
+        """Return the newest checkpoint whose files match their saved checksums.
 
         Raises:
             CheckpointError: there is none, or a damaged checkpoint may belong to a later run.
@@ -414,8 +414,7 @@ class Saver:
             self._base_files = distributed.on_rank_zero(lambda: store.files.check_base(saved_files))
         keep_last = self._settings.keep_last_n_checkpoints
         if self._settings.save_every_n_steps is None:
-            # The key counts checkpoints within epochs. Those at the ends of epochs only serve
-            # resuming, which needs the newest.
+            # Checkpoints are saved only after epochs, and resuming needs only the newest.
             keep_last = 1
         self._manager = CheckpointManager(
             self._folder.path,

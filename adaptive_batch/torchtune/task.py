@@ -333,7 +333,8 @@ class NextTokens(Task):
         problem = "it cannot be computed from logits in the chunks of loss"
         with refusing(key, block, "check its arguments", problem=problem):
             num_chunks = self.loss_fn.num_output_chunks if takes_chunks(self.loss_fn) else 1
-            # The first and the last token are in different chunks, and one between has no label.
+            # With chunks, the first and the last token are in different ones. A token between them
+            # has no label.
             num_tokens = 3 * num_chunks
             generator = torch.Generator().manual_seed(0)
             logits = torch.randn(num_models, 1, num_tokens, _CLASSES, generator=generator)
@@ -352,8 +353,8 @@ class NextTokens(Task):
             # Change the logits of a token without a label: it must not count.
             logits[:, :, 1] = 0
             mean = (loss_with_labels_at(0) + loss_with_labels_at(last)) / 2
-            # NLLLoss takes log probabilities. Given logits, it would train something else without
-            # an error, but of equal logits it is not the cross-entropy.
+            # NLLLoss expects log probabilities and accepts logits without an error. For equal
+            # logits it does not return the cross-entropy, which shows the mistake.
             logits.zero_()
             loss_of_equal_logits = loss_with_labels_at(0)
         if loss_of_both.dim() or not torch.allclose(loss_of_both, mean, rtol=1e-4):

@@ -184,8 +184,8 @@ class PartStep(Step):
         return self.run_step(weighting, self.agree_on_plan(weighting, report))
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
-        """Return the number of labels of a batch of `num_rows` rows, or the sum of their weights:
-        what the share of a part is computed from.
+        """Return the number of labels of a batch of `num_rows` rows, or the sum of their weights.
+        The shares of parts are computed from it.
         """
         return self.labels.count(batch, num_rows, counts_first=self.check.counts_first_label)
 

@@ -258,8 +258,8 @@ def counted_sample(
         if first_request is None:
             first_request, first_size = num_rows, size
         has_not_grown = num_rows > first_request and size == first_size
-        is_counted_right = has_had_requested_rows or counted == 0 or has_not_grown
-        if counted < num_rows and is_counted_right:
+        is_too_few_for_sure = has_had_requested_rows or counted == 0 or has_not_grown
+        if counted < num_rows and is_too_few_for_sure:
             remedy = "return the requested number of rows; repeat the longest ones if necessary"
             raise SettingError("sample", f"sample({num_rows}) of {count(counted, 'row')}", remedy)
         return batch
@@ -761,10 +761,10 @@ class ThroughputSearch:
         unit = self._tried.engine.sizer.limit().unit if layout.is_usual else "tokens"
         smallest = layout.amount(1, self._longest, unit=unit)
         # More than a whole step is of no use.
-        of_whole_step = self._step_rows
+        whole_step_amount = self._step_rows
         if unit == "tokens":
-            of_whole_step = max(map(layout.run_tokens, self._in_steps(self._lengths)))
-        largest = max(smallest, min(self._max_batch_size * smallest, of_whole_step))
+            whole_step_amount = max(map(layout.run_tokens, self._in_steps(self._lengths)))
+        largest = max(smallest, min(self._max_batch_size * smallest, whole_step_amount))
         return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
 
     def _try_largest(self, found: Throughput) -> Trial:

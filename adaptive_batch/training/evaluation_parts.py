@@ -42,8 +42,8 @@ class EvaluationParts:
 
     Each rank has its own limit of a part, which recovers as in training. Parts keep all columns of
     the batch. At the first split, the rows that differ most in their labels run again, together and
-    in halves, as many as fit. This shows the weights of the losses of parts; if several fit, a later
-    split decides. Outputs that depend on other rows are refused.
+    in halves. This shows the weights of the losses of parts; if several fit, a later split decides.
+    Outputs that depend on other rows are refused.
 
     Args:
         model: model to evaluate.
@@ -89,6 +89,8 @@ class EvaluationParts:
         self._possible_weightings = [_LATER_LABELS, _LABELS, _ROWS, _SUM]
         if is_sum:
             self._possible_weightings = [_SUM, _ROWS]
+        # Whether integer outputs of a part and of its halves differed.
+        self._has_warned = False
         self._parameter = next(model.parameters())
         memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
@@ -262,7 +264,8 @@ class EvaluationParts:
             if of_part.is_floating_point():
                 if _differ(of_part[places], of_halves, tolerance):
                     raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
-            elif not torch.equal(of_part[places], of_halves):
+            elif not self._has_warned and not torch.equal(of_part[places], of_halves):
+                self._has_warned = True
                 log.warning(
                     "evaluation: whole numbers in the outputs differ between rows and halves of"
                     " them: they depend on other rows, or on rounding, as generated tokens may"
@@ -292,9 +295,10 @@ class EvaluationParts:
             counts: counts of the halves.
             tolerance: share by which sums may differ by rounding.
         """
-        # Compare with the largest of the losses: losses of both signs may cancel out.
-        largest = torch.stack([loss, *losses]).abs().amax(dim=0)
-        scale = largest + torch.finfo(loss.dtype).tiny
+        # Compare with the largest of the losses: losses of both signs may cancel out. The loss of a
+        # half without labels is NaN.
+        magnitudes = torch.stack([loss, *losses]).float().abs().nan_to_num(0.0, posinf=math.inf)
+        scale = magnitudes.amax(dim=0) + torch.finfo(torch.float32).tiny
         totals = [_add_up(weighting, losses, counts) for weighting in self._possible_weightings]
         # The difference is NaN if a weighting counts a half without labels.
         errors = (torch.stack(totals) - loss).abs().div(scale).nan_to_num(math.inf)

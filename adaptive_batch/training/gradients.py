@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from adaptive_batch._util import replaced
 from adaptive_batch.distributed import whole_tensor
 
 from .model_checks import check_hooks
@@ -72,11 +73,8 @@ class SavedGradients:
                 self._set_aside_external(roots)
             return run_backward(roots, *arguments, **options)
 
-        setattr(torch.autograd, name, set_aside_and_run)
-        try:
+        with replaced(torch.autograd, **{name: set_aside_and_run}):
             yield
-        finally:
-            setattr(torch.autograd, name, run_backward)
 
     def _set_aside_external(self, roots: Any) -> None:
         own = set(map(id, self._own_leaves()))

@@ -365,6 +365,9 @@ def why_not_packed(
             f"a layer attends to {window} tokens, but in packed rows to all {longest} of the"
             f" longest row: cut rows to {window} tokens"
         )
+    short_rows = [
+        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
+    ]
     try:
         with (
             RandomState(next(model.parameters()).device),
@@ -375,7 +378,7 @@ def why_not_packed(
         ):
             return _problem_of_whole_rows(
                 model, token_loss, rows, collate=collate, pack=pack
-            ) or _problem_of_two_rows(token_loss, rows, collate=collate, pack=pack)
+            ) or _problem_of_two_rows(token_loss, short_rows, collate=collate, pack=pack)
     except (TypeError, ValueError) as error:
         reshard(model)
         return f"it does not run on packed rows: {error}"
@@ -429,18 +432,15 @@ def _problem_of_whole_rows(
 
 def _problem_of_two_rows(
     token_loss: Callable[[Batch], Tensor | float],
-    rows: Sequence[Row],
+    short_rows: Sequence[Row],
     *,
     collate: Callable[[Sequence[Row], int], Batch],
     pack: Callable[[Sequence[Row]], Batch],
 ) -> str:
     """Return the difference between the loss of two short rows packed and alone; empty if they
-    differ by rounding only. Arguments as in :func:`why_not_packed`.
+    differ by rounding only. Other arguments as in :func:`why_not_packed`.
     """
-    name = tokens_key(rows[0])
-    short_rows = [
-        _first_tokens(row, name, tokens) for row, tokens in zip(rows, (5, 8), strict=False)
-    ]
+    name = tokens_key(short_rows[0])
     lengths = [len(row[name]) for row in short_rows]
     alone = sum(float(token_loss(collate([row], len(row[name])))) for row in short_rows)
     with isolated_rows(lengths):
@@ -522,8 +522,8 @@ def _allowed_difference(losses: Sequence[float], alone: float, dtype: torch.dtyp
         dtype: dtype of attention.
     """
     eps = torch.finfo(dtype).eps
-    # CUDA may multiply float32 in TF32, which rounds by 2**-10.
     effect_of_mixing = abs(losses[-1] - alone)
+    # CUDA may multiply float32 in TF32, which rounds by 2**-10.
     allowed: float = max(eps, 2**-10) ** 0.5 * effect_of_mixing
     relative = 2**-13
     # Losses are rounded if the logits have the dtype of attention.

@@ -220,7 +220,8 @@ class MicroBatchSizer:
 
         Args:
             batch_size: most rows at once if no size is configured.
-            is_lowered: whether an OOM lowers it.
+            is_lowered: whether to include the limit that an OOM has lowered; False for the
+                configured or found limit.
         """
         limit = _smaller(self._limit_of_settings(batch_size), self._limit_for_longer_rows)
         return _smaller(limit, self._lowered) if is_lowered else limit

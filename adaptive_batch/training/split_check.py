@@ -70,15 +70,15 @@ class SplitCheck:
         # Found by checks.
         self.counts_first_label = False
         self.keeps_columns = False
-        # Whether a check could tell if first labels count.
+        # True once a check could tell if first labels count.
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
-        # Whether a batch whose parts have fewer columns, and a packed one, were checked.
+        # True once a batch whose parts have fewer columns, and a packed one, were checked.
         self._has_seen_cut = False
         self._has_seen_packed = False
         self._num_parts = 0
-        # Whether the rows of the last check had no finite gradient.
+        # True if the rows of the last check had no finite gradient.
         self._lacks_gradient = False
         self._warned: set[str] = set()
 

@@ -91,9 +91,9 @@ class StepResult(NamedTuple):
         """True if the loss and the norm of the gradients, if measured, are finite; waits for the
         norm.
         """
-        if self.grad_norm is not None and not math.isfinite(float(self.grad_norm)):
+        if not math.isfinite(self.loss):
             return False
-        return math.isfinite(self.loss)
+        return self.grad_norm is None or math.isfinite(float(self.grad_norm))
 
 
 class FullBatchLoss:

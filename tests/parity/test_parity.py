@@ -116,9 +116,12 @@ def own_keys(setup, name):
 
 def assert_alike(name, ours, stock, *, logs=True):
     """Figures of each step and everything that was saved are the same."""
-    assert ours.losses
+    assert len(set(ours.losses)) > 1
     for figure in ("loss", "grad_norm", *RECIPES[name].metrics) if logs else ():
-        assert ours.figures(figure) == stock.figures(figure), figure
+        found = ours.figures(figure)
+        assert found == stock.figures(figure), figure
+        # Without clipping, no recipe measures the norm.
+        assert found or figure == "grad_norm", figure
     epochs = [int(path.name[6:]) for path in stock.output_dir.glob("epoch_*")]
     assert epochs
     for epoch in epochs:

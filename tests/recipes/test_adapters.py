@@ -13,7 +13,7 @@ import transformers
 from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.adapters import KINDS, LORA, OURS, adapters, same_epoch
+from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
 from support.cli import MODEL, make_setup, resume_run
 from support.cli import OURS as FULL
 from support.stops import stopped_after
@@ -194,3 +194,13 @@ def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
         expected = transformers.AutoModelForCausalLM.from_pretrained(merged)(tokens).logits
         found = PeftModel.from_pretrained(base, folder)(tokens).logits
     assert (found - expected).abs().max() < 1e-4 * (expected - before).abs().max()
+
+
+@pytest.mark.slow
+def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
+    wide = make_wide_setup(tmp_path)
+    own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
+    begun = wide.run_in_process(OURS, *own)
+    folder = stopped_after(begun, wide, 3)
+    resumed = wide.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
+    assert same_epoch(resumed, begun, 0)

@@ -436,7 +436,8 @@ def _outcomes(places: Sequence[Place], ended: Sequence[Ended], begin: float) -> 
                     outcome.differing.append(f"{name} of rank {rank}")
         if num_done < RANKS:
             outcome.ended, outcome.differing = "hung or broken", []
-            if any("RankLostError" in error for error in errors):
+            hung = any("Timeout (" in one.output for one in ended)
+            if not hung and any("RankLostError" in error for error in errors):
                 outcome.ended = "lost"
             elif place.again and errors and all("DoesNotFitError" in error for error in errors):
                 outcome.ended = "one row too large"

@@ -523,3 +523,13 @@ def test_a_failed_asynchronous_save_is_reported_by_the_next_call(tmp_path, call)
             "close": points.close,
         }[call]()
     points.wait()  # reported once
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp", "resume.json", "state.pt"])
+def test_a_missing_file_is_named_and_the_next_older_is_taken(tmp_path, name):
+    save(tmp_path, 1, 2, 3)
+    (tmp_path / "step_3" / name).unlink()
+    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
+    assert point.step == 2
+    assert passed_over.path == tmp_path / "step_3"
+    assert name in passed_over.describe()

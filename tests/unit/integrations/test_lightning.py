@@ -345,3 +345,12 @@ def test_evaluations_whose_parts_have_other_results_are_refused(tmp_path, kind, 
     module.register_buffer("buffer", torch.zeros(()))
     with pytest.raises(DoesNotFitError, match=f"{message}; lower batch_size of the DataLoader"):
         evaluated(module, tmp_path, "validate")
+
+
+def test_a_module_without_parameters_is_evaluated(tmp_path):
+    class Baseline(lightning.LightningModule):
+        def test_step(self, batch, batch_idx):
+            self.log("largest", batch[0].max())
+
+    (found,) = evaluated(Baseline(), tmp_path, "test")
+    assert found.keys() == {"largest"}

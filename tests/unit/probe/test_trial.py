@@ -25,11 +25,13 @@ from support.training_cases import (
     differences,
     traces,
 )
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB, optimizer_state_tensors
 from adaptive_batch.memory.device import AcceleratorMemory, CountedMemory
+from adaptive_batch.probe import DryRun
 
 # Each optimizer in step and in backward, with alternating dtype, checkpointing and resumed state.
 SHORT_FORM = [
@@ -269,3 +271,51 @@ def test_the_memory_of_trial_states_is_kept_until_the_first_step():
     training.step()
     gc.collect()
     assert {state() for state in states} == {None}
+
+
+def test_an_interrupt_passes_through_and_leaves_no_trace():
+    training = Training(Case("AdamW", resumed=True))
+    before = training.everything()
+
+    def interrupted(rows):
+        training.forward_backward(rows)
+        if rows == 2:
+            raise KeyboardInterrupt
+
+    with (
+        pytest.raises(KeyboardInterrupt),
+        training.rehearsal(forward_backward=interrupted) as trial,
+    ):
+        trial(2)
+    assert differences(before, training.everything()) == []
+
+
+def test_the_copies_must_fit_on_the_host():
+    class Vast(nn.Module):
+        """A model with a fake buffer of a pebibyte."""
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4))
+            self.weight.grad = torch.ones(4)
+            self.register_buffer("vast", torch.empty(2**50, dtype=torch.uint8, device="meta"))
+
+    model = Vast()
+    gradient = model.weight.grad
+    rehearsal = DryRun(
+        model=model,
+        optimizer=torch.optim.SGD([model.weight], lr=0.1),
+        forward_backward=lambda rows: None,
+        step=lambda: None,
+        accumulates=False,
+        memory=CountedMemory(CPU),
+        budget_bytes=PLENTY,
+    )
+    with (
+        pytest.raises(
+            DoesNotFitError, match=r"copies 1048576\.00 GiB .* to the host; only \d+\.\d\d GiB"
+        ),
+        rehearsal,
+    ):
+        pass
+    assert model.weight.grad is gradient

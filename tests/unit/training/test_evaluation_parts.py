@@ -51,3 +51,23 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
     torch.testing.assert_close(loss, expected.square().mean())
     assert weights == [0.25] * 4
     assert evaluation.sizer.limit() == MicroBatchLimit(2)
+
+
+@pytest.mark.parametrize("num_unlabelled", [0, 1, 2, 3])
+def test_rows_without_labels_leave_the_mean_over_labels(num_unlabelled):
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    batch = {"x": torch.randn(8, 5, 4), "labels": torch.randint(0, 3, (8, 5))}
+    batch["labels"][:num_unlabelled] = -100
+    batch["labels"][5, 2:] = -100
+
+    def forward(part):
+        if len(part["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        outputs = model(part["x"]).detach()
+        shifted = outputs[:, :-1].flatten(0, 1), part["labels"][:, 1:].flatten()
+        return nn.functional.cross_entropy(*shifted), outputs
+
+    loss, _, _ = evaluation_of(model).run(batch, forward, snapshot=lambda: lambda: None)
+    shifted = model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
+    torch.testing.assert_close(loss, nn.functional.cross_entropy(*shifted).detach())

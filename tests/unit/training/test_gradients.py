@@ -209,7 +209,7 @@ def test_a_hook_that_may_step_an_optimizer_is_refused_before_the_first_part(hook
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)
-def test_a_hook_runs_once_for_a_whole_batch_and_is_refused_once_one_must_be_split(hooked, place):
+def test_a_hook_runs_in_backwards_of_whole_batches_and_is_refused_in_a_split(hooked, place):
     task = Task()
     hook = StepsInBackward()
     hooked(task).register_post_accumulate_grad_hook(hook)
