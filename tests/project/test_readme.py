@@ -37,7 +37,7 @@ def test_the_estimates_were_as_the_second_figure_says():
     groups = record_of("python benchmarks/published.py")["groups"]
     (group,) = [group for group in groups if group["group"] == "the same code"]
     assert group["rows"] == 17
-    # Two of these runs fit only with retries of the allocator, so an estimate refuses their rows.
+    # The estimate of two runs of Mistral-7B, which fitted, reserves more than the device has.
     assert group["fit_or_oom_right"] == 15
     assert group["worst"] < 0.0008
     assert "**17 of 17** published peaks" in README

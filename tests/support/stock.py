@@ -32,6 +32,8 @@ def run_tasks(
     """Do runs one after another in the same processes, each with a process group and a store of its
     own; AssertionError with what ranks printed where one does not end well.
     """
+    if not tasks:
+        return []
     folders = [setup._arguments(task[0], task[1:], None)[1] for task in tasks]
     own = [(*task, f"output_dir={folder}") for task, folder in zip(tasks, folders, strict=True)]
     stores = [hosted_store() for _ in tasks]
