@@ -23,7 +23,6 @@ from .model_estimate import (
     estimate_length,
     estimate_memory,
     estimate_step,
-    trace_pair,
     with_composition,
 )
 from .result import (
@@ -67,6 +66,5 @@ __all__ = [
     "parse_devices",
     "rank_changes",
     "read_estimate",
-    "trace_pair",
     "with_composition",
 ]

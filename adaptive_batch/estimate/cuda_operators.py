@@ -111,11 +111,6 @@ class CudaKernels:
             "dropout": _dropout,
         }
 
-    @classmethod
-    def for_current_device(cls) -> CudaKernels:
-        """Return the kernels of the current CUDA device."""
-        return cls(torch.cuda.get_device_capability())
-
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Replace attention, norms and dropout of fake tensors by those of CUDA in this context.

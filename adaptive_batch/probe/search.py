@@ -21,15 +21,6 @@ from typing import NamedTuple
 
 from adaptive_batch.memory import MemoryCurve, Trace
 
-# Share of the budget that the first trial of an expected curve may need, if bytes are not counted.
-FIRST_TRIAL_SHARE = 0.95
-# Difference from an expected curve, as a share of the peak without resident bytes, that trials may
-# have.
-CURVE_TOLERANCE = 0.1
-# The same if bytes are counted.
-CURVE_TOLERANCE_EXACT = 1e-6
-# Share by which an expected size is reduced after a retry of the allocator; doubled each time.
-RETRY_REDUCTION = 0.05
 # After an OOM, the search ends at a gap of this share of the rows.
 END_GAP = 0.012
 
@@ -173,9 +164,7 @@ class Predictive(Search):
 
     The result is the exact maximum if no trial runs out of memory, else within 1.2% below it.
     Without peaks, the search doubles and then bisects. If trials report the bytes alive after each
-    operation, two of them determine the maximum and a third tries it. With an expected curve, the
-    first trial is its maximum and the second the maximum of the curve scaled to the measured peak;
-    unless bytes are counted, the result is then within 3% below the maximum.
+    operation, two of them determine the maximum and a third tries it.
 
     Args:
         budget_bytes: limit of a trial's memory.
@@ -183,9 +172,7 @@ class Predictive(Search):
         resident_bytes: bytes held before any trial (parameters, optimizer state), part of every
             peak.
         granularity_bytes: resolution of peaks; an accelerator's allocator reserves blocks.
-        expected: expected curve of an estimate or of earlier trials, used until a trial contradicts
-            it.
-        min_rows: rows of the first trial without an expected curve.
+        min_rows: rows of the first trial; fewer are never tried.
     """
 
     def __init__(
@@ -196,7 +183,6 @@ class Predictive(Search):
         min_rows: int = 1,
         resident_bytes: int = 0,
         granularity_bytes: int = 1,
-        expected: MemoryCurve | None = None,
     ) -> None:
         super().__init__(maximum)
         self._budget_bytes = budget_bytes
@@ -205,7 +191,6 @@ class Predictive(Search):
         # A peak may have two partly free blocks.
         self._rounding = 2 * granularity_bytes / self._free_bytes
         self._granularity_bytes = granularity_bytes
-        self._expected = expected
         self._min_rows = min_rows
 
     @property
@@ -213,13 +198,10 @@ class Predictive(Search):
         best = self.best
         too_many = self._too_many
         failed = any(not trial.fits for trial in self._trials)
-        if self._expected is not None and self._agrees_with_trials(self._expected):
-            return self._rows_by_expectation(self._expected)
         if not self._trials:
             return min(self._min_rows, self.maximum)
-        # Without an expected curve this ends the search: fewer than `min_rows` are never tried.
         if best == 0:
-            return self._rows_below_expected()
+            return None
         gap = too_many - best
         if gap <= 1 or (failed and gap <= END_GAP * best):
             return None
@@ -247,58 +229,6 @@ class Predictive(Search):
         # Floats may lie just below a whole number.
         rows = math.floor(target + 1e-6)
         return max(best + 1, min(rows, too_many - 1))
-
-    def _rows_below_expected(self) -> int | None:
-        """Return fewer rows after an expected size did not fit; None without an expected curve."""
-        too_many = self._too_many
-        if self._expected is None or too_many == 1:
-            return None
-        share = 0.5
-        # A size that runs with retries is only little too large.
-        if self._trials[-1].retried:
-            reduction = RETRY_REDUCTION * 2 ** (len(self._trials) - 1)
-            share = max(share, 1 - reduction)
-        return max(1, math.floor(too_many * share))
-
-    def _agrees_with_trials(self, curve: MemoryCurve) -> bool:
-        """Return whether all trials fit and their peaks agree with a curve."""
-        tolerance = CURVE_TOLERANCE_EXACT if self._granularity_bytes == 1 else CURVE_TOLERANCE
-        return all(
-            trial.fits and abs(self._scale(curve, trial) - 1) <= tolerance for trial in self._trials
-        )
-
-    def _scale(self, curve: MemoryCurve, trial: Trial) -> float:
-        """Return measured / expected peak without resident bytes; infinity if unknown."""
-        if trial.peak_bytes is None:
-            return math.inf
-        expected_bytes = curve.peak_bytes(trial.batch_size) - self._resident_bytes
-        if expected_bytes <= 0:
-            return math.inf
-        return (trial.peak_bytes - self._resident_bytes) / expected_bytes
-
-    def _rows_by_expectation(self, curve: MemoryCurve) -> int | None:
-        """Return the maximum of a curve scaled to the last trial; None if not above `best`."""
-        # Exact if bytes are counted; allocators reserve whole blocks.
-        is_exact = self._granularity_bytes == 1
-        if not self._trials:
-            share = 1 if is_exact else FIRST_TRIAL_SHARE
-            return max(1, self._allowed(curve, share * self._budget_bytes))
-        scale = self._scale(curve, self._trials[-1])
-        # The peak of the curve at which the scaled peak reaches the budget.
-        curve_budget = self._resident_bytes + (self._budget_bytes - self._resident_bytes) / scale
-        rows = self._allowed(curve, curve_budget)
-        best = self.best
-        # With many rows, the last percent is within the noise and not worth an OOM.
-        if not is_exact and END_GAP * rows > 1:
-            rows = math.floor(rows * (1 - UNCERTAIN))
-            return rows if rows - best > END_GAP * best else None
-        if rows > best:
-            return rows
-        if is_exact or best >= self.maximum:
-            return None
-        # An allocator's last two blocks may be partly free, so one more row may fit.
-        missing_bytes = curve.peak_bytes(best + 1) - curve_budget
-        return best + 1 if missing_bytes <= 2 * self._granularity_bytes / scale else None
 
     def _allowed(self, curve: MemoryCurve, budget_bytes: float) -> int:
         """Return the most rows within a budget by a curve, at most the maximum."""

@@ -44,7 +44,7 @@ from .checks import (
 )
 from .configuration import instantiate, merged
 from .fake_run import FakeRun
-from .job import own_compiler, task_of
+from .job import task_of
 from .model import FullModel
 from .settings import Settings
 
@@ -298,7 +298,6 @@ class Estimator:
         reads_data = has_named_length or bool(cfg.get("collate_fn", None))
         with (
             distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
-            own_compiler(cfg),
             warnings.catch_warnings(),
         ):
             # torch warns that float32 inputs and bf16 weights of a norm have no fused kernel.

@@ -18,7 +18,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchtune.data import padded_collate_packed
-from torchtune.modules import attention_utils
 from torchtune.training import OffloadActivations
 
 from adaptive_batch import distributed
@@ -27,17 +26,14 @@ from adaptive_batch._util import replaced
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import (
     CompiledParts,
-    CudaKernels,
     FakeDevice,
     FakeStep,
     check_compiler,
-    trace_pair,
 )
-from adaptive_batch.memory import MemoryCurve
 
 from .checks import TO_PLAN, values_at
 from .data import Data
-from .job import Job, own_compiler
+from .job import Job
 from .model import FullModel, build_without_weights, compute_rotary_buffers
 from .settings import Settings
 from .trainer import Trainer
@@ -293,41 +289,6 @@ class FakeRun:
         for sentence in self.device.prepare_optimizer(optimizer):
             self._leave_out(sentence)
         return optimizer
-
-
-def expected_curve(
-    cfg: DictConfig,
-    settings: Settings,
-    make_rows: MakeRows,
-    *,
-    accumulates: bool,
-    builder: FullModel | None = None,
-) -> MemoryCurve:
-    """Return the estimated curve of the peak memory of trials on the configured device.
-
-    Args:
-        cfg, settings, builder: as in :class:`FakeRun`.
-        make_rows: function that makes a number of rows.
-        accumulates: see :class:`FakeStep`.
-    """
-    kernels = CudaKernels.for_current_device() if str(cfg.device).startswith("cuda") else None
-    device = FakeDevice(kernels)
-    with own_compiler(cfg):
-        run = FakeRun(cfg, settings, device, reads_data=False, builder=builder)
-        if run.data.packed and hasattr(attention_utils, "flex_attention"):
-            raise SettingError(
-                "dataset.packed",
-                True,
-                "flex attention, which packed rows have here, cannot run on fake tensors",
-            )
-        try:
-            few, more = trace_pair(run.step(make_rows, accumulates=accumulates))
-        finally:
-            # torch limits how often a function is compiled. Forget the graphs of the estimate, so
-            # that they do not count for training.
-            if run.job.cfg.compile:
-                torch.compiler.reset()
-    return MemoryCurve.from_traces(few, more)
 
 
 @contextmanager

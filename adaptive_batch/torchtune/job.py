@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -197,22 +196,6 @@ def check_keys_of_others(cfg: DictConfig, task: type[Task]) -> None:
             value = cfg.get(key)
             if value is not None and key not in task.keys:
                 raise SettingError(key, component_of(value), f"{owner.recipe_hint}; remove it")
-
-
-@contextmanager
-def own_compiler(cfg: DictConfig) -> Iterator[None]:
-    """Context manager: restore the compiler options that a :class:`Job` sets."""
-    if not cfg.get("compile", False):
-        yield
-        return
-    functorch_config = private("torch._functorch.config", "activation_memory_budget")
-    compiler_config: Any = torch.compiler.config
-    # Each patch() sets the current value, and puts it back at the end, whatever was set in between.
-    with (
-        functorch_config.patch(activation_memory_budget=functorch_config.activation_memory_budget),
-        compiler_config.patch(assume_static_by_default=compiler_config.assume_static_by_default),
-    ):
-        yield
 
 
 def _built_or_none(build: Callable[[], T]) -> T | None:

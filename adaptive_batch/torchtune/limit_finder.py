@@ -7,7 +7,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -23,7 +22,7 @@ from adaptive_batch._util import (
 )
 from adaptive_batch.data import Batches, mean_rows
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, GIB, MemoryCurve, RandomState, tensors_in
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, GIB, RandomState, tensors_in
 from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
 from adaptive_batch.training import (
     REFERENCE,
@@ -37,7 +36,6 @@ from adaptive_batch.training import (
 
 from .configuration import as_dict
 from .data import Data
-from .fake_run import expected_curve
 from .job import Job
 from .resume import TRIALS, LostRun, ResumedRun
 from .trainer import Trainer
@@ -141,41 +139,6 @@ class ProbeCache:
         # these runs find the result.
         rounded_budget = round(math.log(max(1, budget), 1.01))
         return fingerprint(self._settings, allocator, *self._conditions, rounded_budget)
-
-    def expected(self) -> MemoryCurve | None:
-        """Return the estimated curve of the peak memory. None if the search does not use one, if
-        two trials show it as well, or if it cannot be estimated.
-        """
-        job = self._job
-        probe = job.settings.probe
-        # Without an allocator that rounds, the peaks lie on a line, which two trials show.
-        is_exact = job.memory.granularity_bytes == 1
-        if is_exact or self._scope.evaluation or distributed.world_size() > 1:
-            return None
-        if probe.search != "predict" or not probe.cache:
-            return None
-        start = time.perf_counter()
-        try:
-            curve = expected_curve(
-                job.cfg,
-                job.settings,
-                self._scope.rows.first,
-                accumulates=self._scope.accumulates,
-                builder=job.builder,
-            )
-        # The estimate only shortens the search, so its failure must not end the run.
-        except Exception as error:
-            log.info(
-                "searching without an estimate, which could not be made: %s: %s",
-                type(error).__name__,
-                error,
-            )
-            return None
-        log.info(
-            "estimated on fake tensors in %.1f s what trials should peak at",
-            time.perf_counter() - start,
-        )
-        return curve
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:

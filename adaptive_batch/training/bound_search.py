@@ -25,7 +25,6 @@ from adaptive_batch._util import (
     check_options,
     check_whole,
     count,
-    format_bound,
     format_bytes,
     one_of,
     option,
@@ -41,7 +40,6 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
-    MemoryCurve,
     OptimizerInBackward,
     RandomState,
     auto_headroom,
@@ -395,9 +393,6 @@ class SearchCache(Protocol):
     def known(self, budget: int) -> ProbeResult | None:
         """Return the result of an earlier search within a budget in bytes."""
 
-    def expected(self) -> MemoryCurve | None:
-        """Return the expected peak as a function of the rows."""
-
     def learn(self, result: ProbeResult) -> None:
         """Store the result of a search."""
 
@@ -654,19 +649,12 @@ class BoundSearch:
             return BinarySearch(maximum=self._maximum)
         if self._options.search == "halve":
             return Halving(start=self._maximum)
-        expected = None
-        if self._cache is not None:
-            expected = distributed.from_rank_zero(self._cache.expected)
-        if expected is not None:
-            rows = format_bound(expected.max_rows(budget), self._maximum)
-            log.info("about %s rows are expected to fit; the result is always tried", rows)
         return Predictive(
             budget_bytes=budget,
             maximum=self._maximum,
             min_rows=self._min_rows,
             resident_bytes=resident_bytes,
             granularity_bytes=self._memory.granularity_bytes,
-            expected=expected,
         )
 
 

@@ -27,7 +27,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -39,6 +39,7 @@ from safetensors.torch import load_file, save_file
 from support.paths import ROOT
 from support.processes import run
 from torch import nn
+from torch._functorch import config as functorch_config
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
@@ -48,7 +49,6 @@ sys.path.insert(
 import demo
 
 from adaptive_batch.report import read_records
-from adaptive_batch.torchtune.job import own_compiler
 
 OURS = "adaptive_full_finetune"
 STOCK = "full_finetune_single_device"
@@ -427,6 +427,17 @@ def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Fin
     return resume_run(setup, folder, *overrides, *own, recipe=recipe)
 
 
+def own_compiler() -> AbstractContextManager[None]:
+    """Put back the options of the compiler that a job sets."""
+    stack = ExitStack()
+    for config, name in (
+        (torch.compiler.config, "assume_static_by_default"),
+        (functorch_config, "activation_memory_budget"),
+    ):
+        stack.enter_context(config.patch({name: getattr(config, name)}))
+    return stack
+
+
 @contextmanager
 def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator[None]:
     """Arguments, environment and threads of a process of its own; what a recipe changes for good is
@@ -440,7 +451,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
-        with own_compiler({"compile": "compile=True" in arguments}):
+        with own_compiler():
             yield
     finally:
         sys.argv, sys.path[:], sys.excepthook, environ, threads = before

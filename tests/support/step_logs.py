@@ -85,7 +85,7 @@ def estimated(
     run = FakeRun(
         cfg,
         Settings.from_config(cfg),
-        FakeDevice(CudaKernels.for_current_device()),
+        FakeDevice(CudaKernels(torch.cuda.get_device_capability())),
         reads_data=False,
         builder=builder_of(cfg),
     )

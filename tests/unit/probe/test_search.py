@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from fractions import Fraction
 from math import ceil, log2
 
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
-from adaptive_batch.memory import Line, MemoryCurve, Trace
+from adaptive_batch.memory import Trace
 from adaptive_batch.probe import BinarySearch, Halving, Predictive, Search, Trial
 
 BUDGET = 16 * 1024**3
@@ -222,55 +221,3 @@ def test_a_device_with_less_than_its_budget_is_approached_from_below(
     assert true_maximum >= search.best >= true_maximum / 1.013
     assert len(trials) <= most_trials
     assert out_of_memory(trials) <= most_ooms
-
-
-# Expected curves.
-
-BLOCK = 20 * 1024**2  # segment of an accelerator's allocator
-
-
-def expected(true: Peak, resident: int, off: float) -> MemoryCurve:
-    """A line from the resident bytes with a relative error of its slope."""
-    row = (true(2) - true(1)) * (1 + off)
-    return MemoryCurve((Line(Fraction(resident), Fraction(row), 0),))
-
-
-def in_blocks(peak: Peak) -> Callable[[int], Trial]:
-    def answer(rows: int) -> Trial:
-        fits = peak(rows) <= BUDGET
-        return Trial(rows, fits, ceil(peak(rows) / BLOCK) * BLOCK if fits else None)
-
-    return answer
-
-
-@pytest.mark.parametrize("true_maximum", [1, 2, 37, 700, 3000])
-@pytest.mark.parametrize("resident", FIXED_SHARES)
-def test_an_exact_curve_takes_one_trial(true_maximum: int, resident: float) -> None:
-    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
-    curve = expected(peak, held, 0.0)
-    search = Predictive(budget_bytes=BUDGET, maximum=100_000, resident_bytes=held, expected=curve)
-    trials = run(search, ideal(peak))
-    assert [trial.batch_size for trial in trials] == [true_maximum]
-
-
-@given(
-    true_maximum=st.integers(1, 4000),
-    resident=st.sampled_from(FIXED_SHARES),
-    factor=st.floats(0.05, 20),
-    block=st.sampled_from([1, BLOCK]),
-)
-@examples(200)
-def test_a_wrong_curve_costs_trials_but_no_rows(
-    true_maximum: int, resident: float, factor: float, block: int
-) -> None:
-    peak, held = power(true_maximum, resident, 1), int(resident * BUDGET)
-    search = Predictive(
-        budget_bytes=BUDGET,
-        maximum=4096,
-        resident_bytes=held,
-        granularity_bytes=block,
-        expected=expected(peak, held, factor - 1),
-    )
-    trials = run(search, ideal(peak) if block == 1 else in_blocks(peak), at_most=30)
-    assert search.best >= min(true_maximum - 1, 0.95 * true_maximum)
-    assert all(peak(trial.batch_size) <= BUDGET for trial in trials if trial.fits)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from omegaconf import OmegaConf
+from support.cli import own_compiler
 from torch import nn
 
 from adaptive_batch.config_files import config_files
 from adaptive_batch.torchtune import Job, Settings
-from adaptive_batch.torchtune.job import own_compiler
 
 
 class Layer(nn.Linear):
@@ -39,8 +39,7 @@ def bytes_kept_within(budget):
 @pytest.mark.parametrize("budgets", [(1.0, 0.0), (0.0, 1.0)])
 def test_a_model_is_compiled_within_the_budget_of_its_own_job(budgets):
     torch.compiler.reset()
-    cfg = OmegaConf.create({"compile": True})
-    with own_compiler(cfg):
+    with own_compiler():
         kept = dict(zip(budgets, map(bytes_kept_within, budgets), strict=True))
     torch.compiler.reset()
     assert kept[0.0] < kept[1.0] / 2
