@@ -435,22 +435,21 @@ def described_with_files(value: object) -> object:
 
 
 def from_json(kind: Any, value: Any) -> Any:
-    """Build a value of an annotated type from JSON. Missing fields of dataclasses get their
-    defaults.
+    """Build a value of an annotated type from JSON.
 
     Args:
         kind: A dataclass, a tuple, a dict, ``X | None``, a number or a text.
         value: The result of ``asdict``, possibly after a round trip through JSON.
 
     Raises:
-        TypeError, ValueError: The value does not match the type.
+        TypeError, ValueError: The value does not match the type, or lacks a field of a dataclass.
     """
     if is_dataclass(kind):
         given = {**value}
         hints = get_type_hints(kind)
-        arguments = {
-            name: from_json(hint, given[name]) for name, hint in hints.items() if name in given
-        }
+        if not given.keys() >= hints.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(hints.keys() - given.keys()))}")
+        arguments = {name: from_json(hint, given[name]) for name, hint in hints.items()}
         return kind(**arguments)  # type: ignore[operator]
     origin = get_origin(kind)
     if origin is UnionType:

@@ -157,8 +157,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.saver.check(self.trainer)
         # find_limits() below restores them from the checkpoint.
         self.saver.register("limits", self.sizer)
-        if self.trainer.engine.reference is not None:
-            self.saver.register("reference_limits", self.trainer.engine.reference.sizer)
+        if self.trainer.reference_sizer is not None:
+            self.saver.register("reference_limits", self.trainer.reference_sizer)
         if self.resumed.saved:
             self.store.load_optimizer(self.trainer)
             self.resumed.change_optimizer(self.trainer.optimizers)

@@ -83,7 +83,7 @@ def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeRes
         raise last_error
     if len(results) > 1:
         say(summary(results))
-    if trainer.engine.reference is not None:
+    if trainer.reference_sizer is not None:
         batch_size = results[-1].batch_size
         reference_result = limit_finder.search_reference(trainer, batch_size=batch_size)
         say(f"\nreference model, without gradients:\n{reference_result.table()}")

@@ -337,7 +337,8 @@ def read_estimate(path: Path) -> MemoryEstimate | None:
     """Read an estimate from a file; return None if it is missing or invalid."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
-        estimate: MemoryEstimate = from_json(MemoryEstimate, saved)
+        # save() leaves out `lengths`.
+        estimate: MemoryEstimate = from_json(MemoryEstimate, {**saved, "lengths": ()})
     except (OSError, ValueError, TypeError, OverflowError):
         return None
     if not estimate.devices or not all(device.lengths for device in estimate.devices):

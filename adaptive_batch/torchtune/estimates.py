@@ -151,7 +151,7 @@ class Estimator:
                 "a step that fits as one micro-batch needs less: gradients of earlier ones are"
                 " counted"
             )
-        if run.trainer.engine.reference is not None:
+        if run.trainer.reference_sizer is not None:
             not_counted.append("the reference, which runs before the step in its own micro-batches")
         architectures = [device.architecture for device in self._devices if self._on_accelerator]
         not_counted += left_out(

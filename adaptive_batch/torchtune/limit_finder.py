@@ -316,12 +316,14 @@ class LimitFinder:
                 " split into micro-batches; take a smaller batch or more memory, or start again"
                 " with optimizer_in_bwd=False",
             )
-        if trainer.engine.reference is not None:
+        reference_sizer = trainer.reference_sizer
+        if reference_sizer is not None:
             if settings.searches_training or settings.reference_micro_batch_size == "auto":
-                self.search_reference(trainer, batch_size=batches.batch_size)
+                result = self.search_reference(trainer, batch_size=batches.batch_size)
+                reference_sizer.set_bound(result)
             saved_reference_limits = resumed.state_of("reference_limits")
             if saved_reference_limits is not None:
-                trainer.engine.reference.sizer.load_state_dict(saved_reference_limits)
+                reference_sizer.load_state_dict(saved_reference_limits)
 
     def search_training(
         self,
@@ -508,8 +510,7 @@ class LimitFinder:
     # --- the reference ----------------------------------------------------------------------------
 
     def search_reference(self, trainer: Trainer, *, batch_size: int) -> ProbeResult:
-        """Find the most rows that fit in the pass of the frozen reference model before each step,
-        and limit its sizer to them.
+        """Find the most rows that fit in the pass of the frozen reference model before each step.
 
         Args:
             trainer: trainer of the run.
@@ -549,15 +550,13 @@ class LimitFinder:
                 remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
                 raise SettingError("reference_micro_batch_size", size, remedy)
 
-        result = self.find(
+        return self.find(
             trainer,
             SearchScope(trial_rows, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
             report=log_and_check,
             path=self.path.with_name("probe_reference.json"),
         )
-        reference.sizer.set_bound(result)
-        return result
 
     # --- any search -------------------------------------------------------------------------------
 

@@ -138,18 +138,13 @@ class ResumedRun:
         settings = self._settings
         # torchtune's sampler always has the seed 0.
         seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
-        batch_size = settings.batch_size
-        if self.keeps_batch:
-            # The learning rate was scheduled for the batch size that was configured when training
-            # began.
-            batch_size = self.saved["conditions"]["batch_size"]
         batches = Batches(
             data.dataset,
             replace(
                 settings,
                 seed=seed,
                 max_steps_per_epoch=self.conditions[_MAX_STEPS],
-                batch_size=batch_size,
+                batch_size=self.conditions["batch_size"],
             ),
             sizer,
             counts_tokens=settings.lr_clock.counts_tokens,
@@ -224,7 +219,8 @@ class ResumedRun:
         if in_mid_epoch:
             refused |= row_keys
         for name in {**now, **saved}:
-            # True if the checkpoint's value overrides the configured one.
+            # True if the checkpoint's value overrides the configured one. The learning rate was
+            # scheduled for the batch size with which training began.
             is_kept = (
                 (name.startswith("optimizer.") and name not in _IMPLEMENTATION)
                 or name in ("seed", _MAX_STEPS)

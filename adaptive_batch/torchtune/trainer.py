@@ -58,6 +58,8 @@ class Trainer:
         model, optimizer: model and optimizer of the run.
         models: module that contains all models.
         engine: runs the micro-batches of a step, without the optimizer.
+        reference_sizer: limits a micro-batch of the reference; None if the reference runs within
+            the micro-batches of training.
         in_backward: optimizer that steps each parameter in backward; None without
             `optimizer_in_bwd`.
         optimizers: torch's optimizers of the run: one, or one for each parameter with
@@ -111,6 +113,7 @@ class Trainer:
             after_forward=data.dataset.read_ahead,
         )
         reference = None
+        self.reference_sizer: MicroBatchSizer | None = None
         reference_rows = settings.reference_micro_batch_size
         if reference_rows is not None:
             layout = sizer.layout
@@ -118,10 +121,11 @@ class Trainer:
             # length may run together, which needs the least padding.
             if layout.uniform is None:
                 layout = layout.of_kind("grouped", time=layout.time)
+            self.reference_sizer = sizer.for_other_pass("reference_limit", reference_rows, layout)
             reference = RowReference(
                 partial(task.reference_values, self),
                 task.num_reference_values,
-                sizer.for_other_pass("reference_limit", reference_rows, layout),
+                self.reference_sizer,
             )
         self.engine = RecipeStep(
             model,

@@ -135,12 +135,18 @@ def edited(**changes):
     return lambda text: json.dumps(json.loads(text) | changes)
 
 
+def without(name):
+    return lambda text: text.replace(f'"{name}"', '"unknown"', 1)
+
+
 @pytest.mark.parametrize(
     "change",
     [
         lambda text: text[: len(text) // 2],
         lambda text: "[1, 2, 3]",
         edited(format=0),
+        without("trials"),
+        without("maximum"),
         edited(trials=[{"rows": 3}]),
         edited(trials=[]),
         edited(max_batch_size=4000),

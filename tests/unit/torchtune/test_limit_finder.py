@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from support.cli import SmallSetup
+from support.preferences import LORA, write_pairs
 
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer
+from adaptive_batch.torchtune import (
+    Data,
+    Job,
+    LimitFinder,
+    RunStore,
+    Settings,
+    Trainer,
+    builder_of,
+)
+from adaptive_batch.torchtune.configuration import merged
+
+
+def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[LimitFinder, Trainer]:
+    """Prepare searches as the probe recipe does, in a fresh folder; so many ranks began the run."""
+    given = [f"output_dir={small.fresh_folder()}", "probe.round_to_power_of_two=False", *overrides]
+    cfg = merged(OmegaConf.load(small.config), given)
+    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
+    job.ranks = began_on
+    data = Data.read(job)
+    finder = LimitFinder(job, data)
+    finder.check()
+    return finder, Trainer.load(job, data, RunStore(job), data.new_sizer())
 
 
 def searched(small: SmallSetup, *overrides: str, began_on: int = 1) -> ProbeResult:
-    """Search once as the probe recipe does, into a fresh folder; so many ranks began the run."""
-    given = [f"output_dir={small.fresh_folder()}", "probe.round_to_power_of_two=False", *overrides]
-    cfg = OmegaConf.merge(OmegaConf.load(small.config), OmegaConf.from_dotlist(given))
-    assert isinstance(cfg, DictConfig)
-    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg, resolve=True)))
-    job.ranks = began_on
-    data = Data.read(job)
-    bounds = LimitFinder(job, data)
-    bounds.check()
-    trainer = Trainer.load(job, data, RunStore(job), data.new_sizer())
-    return bounds.search_training(trainer, length="longest")
+    finder, trainer = set_up(small, *overrides, began_on=began_on)
+    return finder.search_training(trainer, length="longest")
 
 
 def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: SmallSetup) -> None:
@@ -29,3 +42,11 @@ def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: 
     several = searched(small, *options, "gradient_accumulation_steps=2")
     holds_more = searched(small, *options, began_on=2)
     assert holds_more.max_batch_size == several.max_batch_size < whole.max_batch_size
+
+
+def test_searches_leave_the_limits_to_their_caller(small: SmallSetup) -> None:
+    finder, trainer = set_up(small, *LORA, *write_pairs(small), "reference_micro_batch_size=auto")
+    assert finder.search_training(trainer, length="longest").max_batch_size
+    assert finder.search_reference(trainer, batch_size=2).max_batch_size
+    for sizer in (trainer.engine.sizer, trainer.reference_sizer):
+        assert sizer.max_batch_size is None
