@@ -22,7 +22,6 @@ from support.sharded_model import (
 )
 
 from adaptive_batch import SplitBatch, distributed, find_max_batch_size
-from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 from adaptive_batch.training.parts import RowsOfBatch
@@ -123,46 +122,6 @@ def test_a_batch_out_of_memory_on_one_rank_is_retried_on_both(
         assert max(result["errors"]) <= CLOSE
         assert result["rows"] == [4, 4, 2, 2]
         assert result["losses"] == pytest.approx(result["plain"], rel=CLOSE)
-
-
-def weights_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return 0.25 * (batch["labels"][:, 1:] != IGNORE_INDEX).sum()
-
-
-def uneven(
-    lengths: tuple[tuple[int, ...], ...], over: str, num_labels: Any = None
-) -> dict[str, Any]:
-    model = Decoder()
-    rows = rows_of(lengths)
-    expected = mean_over_ranks(twin(model), rows)
-    if over == "ranks":
-        expected = by_hand(twin(model), [row for each in rows for row in each])[0]
-    divided(model)
-    script = Script(model)
-    step = AdaptiveStep(
-        model,
-        script,
-        micro_batch_size=2,
-        num_labels=num_labels,
-        options=StepOptions(count_labels_over=over),
-    )
-    results = step(collate(rows[distributed.rank()]))
-    return {
-        "error": relative_error(whole_gradients(model), expected),
-        "results": len(results),
-        "rows": script.rows,
-    }
-
-
-@pytest.mark.parametrize(
-    ("over", "num_labels"), [("rank", None), ("ranks", None), ("ranks", weights_of)]
-)
-def test_a_rank_that_has_fewer_parts_keeps_step_with_the_others(over, num_labels):
-    first, second = run_on_ranks(uneven, 2, ((9, 7, 9, 4, 5, 6), (6, 3)), over, num_labels)
-    assert max(first["error"], second["error"]) <= CLOSE
-    assert (first["results"], second["results"]) == (3, 1)
-    assert first["rows"] == [2, 2, 2]
-    assert second["rows"] == [2, 1, 1]
 
 
 def out_of_memory_before_forward(where: str) -> dict[str, Any]:

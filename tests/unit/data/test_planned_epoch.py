@@ -4,11 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 from support.examples import examples
 
-from adaptive_batch.data import ORDERS, row_order
 from adaptive_batch.data.planned_epoch import fill_steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import Progress, steps
@@ -42,56 +41,32 @@ def limits(draw, **fixed):
 
 
 @st.composite
-def plans(draw, **fixed):
-    """Lengths, arguments and what they are planned to; cases where min_rows does not fit at all are
-    left out.
-    """
+def epochs(draw, **fixed):
+    """Lengths, their order, arguments of a plan, and the most tokens of a row."""
     most = draw(st.sampled_from([5, 20, 100]))
-    lengths = draw(st.lists(st.integers(1, most), max_size=120))
-    arguments = draw(limits(**fixed))
-    max_tokens = draw(st.integers(most // 2 + 8, 40 * most))
-    order = row_order(
-        len(lengths),
-        order=draw(st.sampled_from(ORDERS)),
-        lengths=torch.tensor(lengths, dtype=torch.int64),
-        window=draw(st.none() | st.integers(1, 50)),
-        seed=draw(st.integers(0, 5)),
-    )
-    arguments["order"] = order
+    lengths = draw(st.lists(st.integers(1, most), max_size=draw(st.sampled_from([30, 300]))))
+    numbers = draw(st.permutations(range(len(lengths))))
+    order = torch.tensor(numbers[: draw(st.integers(0, len(lengths)))], dtype=torch.int64)
+    return torch.tensor(lengths, dtype=torch.int64), order, draw(limits(**fixed)), most
+
+
+@st.composite
+def plans(draw, **fixed):
+    """Lengths, their order, arguments, a budget, and the plan; min_rows fits."""
+    lengths, order, arguments, most = draw(epochs(**fixed))
+    budget = draw(st.integers(max(1, most // 2), 12 * most))
     try:
-        plan = fill(lengths, max_tokens, **arguments)
+        plan = fill_steps(lengths, budget, order=order, **arguments)
     except SettingError as error:
         if NOT_FITTING not in str(error):
             raise
-        fixed_min = {**arguments, "min_rows": 1}
-        return lengths, max_tokens, fixed_min, fill(lengths, max_tokens, **fixed_min)
-    return lengths, max_tokens, arguments, plan
-
-
-# Invariants of every plan.
-
-
-@given(plans())
-def test_each_row_is_in_one_batch_within_the_limits_in_order_or_is_dropped(case):
-    lengths, max_tokens, arguments, plan = case
-    too_long = [row for row, tokens in enumerate(lengths) if tokens > max_tokens]
-    dropped = plan.dropped.tolist()
-    assert sorted(dropped) == (too_long if arguments["long_rows"] == "drop" else [])
-    assert sorted([*plan.rows.tolist(), *dropped]) == list(range(len(lengths)))
-    in_order = [row for row in arguments["order"].tolist() if row not in set(dropped)]
-    assert plan.rows.tolist() == in_order
-    sizes = plan.sizes.tolist()
-    assert all(size >= arguments["min_rows"] for size in sizes[:-1])
-    assert all(1 <= size <= (arguments["max_rows"] or math.inf) for size in sizes)
-    for batch in batches_of(plan):
-        is_alone = len(batch) == 1 and arguments["long_rows"] == "alone"
-        is_least = len(batch) <= arguments["min_rows"] > 1
-        assert sum(lengths[row] for row in batch) <= max_tokens or is_alone or is_least
+        reject()
+    return lengths, order, arguments, budget, plan
 
 
 @given(plans(divisible=True))
 def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_last(case):
-    _, _, arguments, plan = case
+    _, _, arguments, _, plan = case
     for size in plan.sizes.tolist()[:-1]:
         part = max(1, 2 ** (math.floor(math.log2(size)) - 3))
         assert size % part == 0 or size - size % part < arguments["min_rows"]
@@ -99,10 +74,10 @@ def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_las
 
 @given(plans(divisible=False))
 def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(case):
-    lengths, max_tokens, arguments, plan = case
+    lengths, _, arguments, budget, plan = case
     for batch, following in itertools.pairwise(batches_of(plan)):
-        tokens = [lengths[row] for row in [*batch, following[0]]]
-        assert sum(tokens) > max_tokens or len(tokens) > (arguments["max_rows"] or math.inf)
+        tokens = lengths[[*batch, following[0]]]
+        assert tokens.sum() > budget or len(tokens) > (arguments["max_rows"] or math.inf)
 
 
 FACTS = [
@@ -134,17 +109,7 @@ def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, 
         fill(arguments.pop("lengths"), arguments.pop("max_tokens"), **arguments)
 
 
-# Time, memory and padding.
-
-
-@st.composite
-def epochs(draw, **fixed):
-    """Lengths, their order, and arguments that both ways to plan take."""
-    most = draw(st.sampled_from([5, 20, 100]))
-    lengths = draw(st.lists(st.integers(1, most), max_size=draw(st.sampled_from([30, 300]))))
-    numbers = draw(st.permutations(range(len(lengths))))
-    order = torch.tensor(numbers[: draw(st.integers(0, len(lengths)))], dtype=torch.int64)
-    return torch.tensor(lengths, dtype=torch.int64), order, draw(limits(**fixed)), most
+# Budgets by a rule.
 
 
 def started(order, **values):
@@ -152,19 +117,16 @@ def started(order, **values):
 
 
 @examples(300)
-@given(epochs(), st.data())
-def test_with_a_constant_rule_it_is_the_plan_of_one_budget(case, data):
-    lengths, order, arguments, most = case
-    budget = data.draw(st.integers(max(1, most // 2), 12 * most))
-    try:
-        one = fill_steps(lengths, budget, order=order, **arguments)
-    except SettingError as error:
-        if NOT_FITTING not in str(error):
-            raise
-        return
+@given(plans())
+def test_a_constant_rule_plans_as_one_budget_does_and_drops_longer_rows_alone(case):
+    lengths, order, arguments, budget, one = case
     batches, budgets, dropped = by_rule(lengths, lambda _: budget, order, **arguments)
     assert (batches, dropped) == (batches_of(one), one.dropped.tolist())
     assert budgets == [budget] * len(one)
+    drops = arguments["long_rows"] == "drop"
+    assert dropped == [row for row in order.tolist() if drops and lengths[row] > budget]
+    used = [row for batch in batches for row in batch]
+    assert used == [row for row in order.tolist() if row not in set(dropped)]
 
 
 def hashed(low, high):
