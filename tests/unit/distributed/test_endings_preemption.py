@@ -43,12 +43,17 @@ def test_a_signal_that_is_ignored_stays_so():
     assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
+def ended(program):
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
 @pytest.mark.parametrize(
     ("first", "second"),
     [("SIGTERM", "SIGTERM"), ("SIGINT", "SIGINT"), ("SIGHUP", "SIGTERM"), ("SIGTERM", "SIGINT")],
 )
 def test_a_second_request_ends_the_process(first, second):
-    program = textwrap.dedent(f"""
+    process = ended(f"""
         import os, signal
         from adaptive_batch.distributed import Preemption
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -59,15 +64,12 @@ def test_a_second_request_ends_the_process(first, second):
             os.kill(os.getpid(), signal.{second})
             print("still here", flush=True)
         """)
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.Signals[second])
-    assert ("Ctrl-C again stops immediately" in ended.stderr) == (first == "SIGINT")
+    assert (process.stdout, process.returncode) == ("noted True\n", -signal.Signals[second])
+    assert ("Ctrl-C again stops immediately" in process.stderr) == (first == "SIGINT")
 
 
 def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
-    program = textwrap.dedent("""
+    process = ended("""
         import os, signal, time
         from adaptive_batch.distributed import Preemption
         now = 100.0
@@ -81,7 +83,4 @@ def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on
             os.kill(os.getpid(), signal.SIGTERM)
             print("still here", flush=True)
         """)
-    ended = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert (ended.stdout, ended.returncode) == ("noted True\n", -signal.SIGTERM)
+    assert (process.stdout, process.returncode) == ("noted True\n", -signal.SIGTERM)

@@ -33,18 +33,11 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         emulated_device(text, architecture)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "h100"], "--device='h100': give it and, after --, the program"),
-        (["--device", "h1000", "--", "python"], "--device='h1000': "),
-    ],
-)
-def test_a_missing_program_and_an_unknown_device_are_refused(arguments, message, capsys):
+def test_a_missing_program_is_refused(capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["emulate", *arguments])
+        main(["emulate", "--device", "h100"])
     assert exit_.value.code == 2
-    assert message in capsys.readouterr().err
+    assert "--device='h100': give it and, after --, the program" in capsys.readouterr().err
 
 
 def test_the_list_has_the_devices_with_cuda(capsys):

@@ -14,8 +14,6 @@ from support.padded_rows import collate
 from torch import nn
 from torchmetrics import SumMetric
 from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
@@ -227,32 +225,6 @@ def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
     assert_trains_alike(run, plain, rel=2e-6)
 
 
-class ClassifiesRows(BertForSequenceClassification):
-    """Takes the number of labels, as Transformers' models do, and leaves its loss a mean."""
-
-    def __init__(self):
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
-        no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        super().__init__(BertConfig(vocab_size=64, num_hidden_layers=1, **sizes, **no_dropout))
-
-
-def collate_with_classes(features):
-    batch = collate(features)
-    return {**batch, "labels": batch["attention_mask"].sum(dim=1) % 2}
-
-
-def test_a_mean_that_takes_the_number_of_labels_is_weighted_by_rows(tmp_path):
-    adaptive = AdaptiveArguments(micro_batch_size=2)
-    given = {"collator": collate_with_classes}
-    plain = trained(Trainer, tmp_path, ClassifiesRows(), **given)
-    assert_trains_alike(
-        trained(AdaptiveTrainer, tmp_path, ClassifiesRows(), adaptive=adaptive, **given),
-        plain,
-        rel=5e-6,
-    )
-
-
 def collate_without_labels(features):
     batch = collate(features)
     return {**batch, "labels": torch.full_like(batch["labels"], -100)}
@@ -265,6 +237,13 @@ def test_a_batch_without_a_label_changes_nothing(tmp_path):
     _, losses, weights = trained(AdaptiveTrainer, tmp_path, **given)
     assert set(losses) == {0.0}
     assert torch.equal(weights, before)
+
+
+class MeanOfLabels(MeanOfRows):
+    """Takes the number of labels, as Transformers' models do, and leaves its loss a mean."""
+
+    def forward(self, x, labels, **counts):
+        return super().forward(x, labels)
 
 
 class SumOfRows(MeanOfRows):
@@ -280,19 +259,25 @@ class SumForCTC(SumOfRows):
     config = PreTrainedConfig(ctc_loss_reduction="sum")
 
 
-def regression_rows():
+def regression_rows(target):
     generator = torch.Generator().manual_seed(0)
-    return [{"x": torch.randn(4, generator=generator), "y": float(y)} for y in range(NUM_ROWS)]
+    return [{"x": torch.randn(4, generator=generator), target: float(y)} for y in range(NUM_ROWS)]
 
 
 @pytest.mark.parametrize("accumulates", [1, 2])
 @pytest.mark.parametrize(
     ("model", "reduction"),
-    [(SumOfRows, "sum"), (MeanOfRows, "mean"), (MeanOfRows, "auto"), (SumForCTC, "auto")],
+    [
+        (SumOfRows, "sum"),
+        (MeanOfRows, "mean"),
+        (MeanOfRows, "auto"),
+        (MeanOfLabels, "auto"),
+        (SumForCTC, "auto"),
+    ],
 )
 def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduction, accumulates):
     given = {
-        "data": regression_rows(),
+        "data": regression_rows("labels" if model is MeanOfLabels else "y"),
         "collator": default_data_collator,
         "per_device_train_batch_size": 5,
         "learning_rate": 1e-3,
@@ -303,7 +288,7 @@ def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduct
     run = trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
     assert run.trainer.adaptive_step.num_micro_batches > 1
     assert_trains_alike(run, plain, rel=2e-6)
-    other = {SumOfRows: "auto", MeanOfRows: "sum", SumForCTC: "mean"}[model]
+    other = {SumOfRows: "auto", SumForCTC: "mean"}.get(model, "sum")
     adaptive = AdaptiveArguments(micro_batch_size=2, loss_reduction=other)
     with pytest.raises(SettingError, match=r"'AdaptiveTrainer\.compute_loss'"):
         trained(AdaptiveTrainer, tmp_path, model(), adaptive=adaptive, **given)
@@ -696,6 +681,11 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
     refusal = f"^batch_increase_function='{name}': growing batches draw their own order"
     with pytest.raises(SettingError, match=refusal):
         trained(kind, tmp_path, adaptive=AdaptiveArguments(**GROWS))
+    trainer = trainer_of(AdaptiveTrainer, tmp_path, adaptive=AdaptiveArguments(**GROWS))
+    trainer._get_train_sampler = lambda dataset=None: None
+    with pytest.raises(SettingError, match=r"'the trainer\._get_train_sampler'"):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_grow(tmp_path):
@@ -776,21 +766,18 @@ def test_a_batch_that_fits_is_evaluated_as_by_trainer(tmp_path):
 
 
 def test_evaluation_during_training_has_a_limit_of_its_own_and_leaves_training_as_it_was(tmp_path):
-    runs = []
-    for kind, limit in ((Trainer, None), (AdaptiveTrainer, 3)):
-        model = limited(llama_whose_rows_differ(), limit)
-        arguments = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "max_steps": 4}
-        trainer = trainer_of(kind, tmp_path, model, **arguments)
-        trainer.train()
-        weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-        logged = trainer.state.log_history
-        losses = [entry["loss"] for entry in logged if "loss" in entry]
-        eval_losses = [entry["eval_loss"] for entry in logged if "eval_loss" in entry]
-        runs.append((losses, weights, eval_losses, trainer))
-    (losses, weights, eval_losses, _), (own_losses, own_weights, own_eval_losses, trainer) = runs
-    assert own_losses == losses
-    assert torch.equal(own_weights, weights)
+    arguments = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "max_steps": 4}
+    plain = trained(Trainer, tmp_path, llama_whose_rows_differ(), **arguments)
+    model = limited(llama_whose_rows_differ(), 3)
+    run = trained(AdaptiveTrainer, tmp_path, model, **arguments)
+    assert_trains_alike(run, plain)
+    eval_losses, own_eval_losses = (
+        [entry["eval_loss"] for entry in one.trainer.state.log_history if "eval_loss" in entry]
+        for one in (plain, run)
+    )
+    assert len(eval_losses) == 4
     assert own_eval_losses == pytest.approx(eval_losses, rel=1e-6)
+    trainer = run.trainer
     assert trainer.adaptive_step.sizer.num_out_of_memory == 0
     # From 8 rows to 4 and 2; of 12 batches the former limit is tried again in a later one.
     assert 2 < trainer._evaluation.sizer.num_out_of_memory < 6
@@ -875,17 +862,3 @@ def test_a_loss_that_draws_random_numbers_runs_in_parts_with_a_warning(tmp_path,
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(Linear("noise"), 4), **arguments)
     assert trainer.evaluate()["eval_loss"] == pytest.approx(plain["eval_loss"], rel=0.2)
     assert caplog.text.count("as it draws random numbers") == 1
-
-
-def test_a_sampler_of_the_object_is_refused_before_the_first_step(tmp_path):
-    trainer = AdaptiveTrainer(
-        llama(),
-        TrainingArguments(str(tmp_path), use_cpu=True, report_to="none"),
-        train_dataset=rows(),
-        data_collator=collate,
-        adaptive=AdaptiveArguments(**GROWS),
-    )
-    trainer._get_train_sampler = lambda dataset=None: None
-    with pytest.raises(SettingError, match=r"'the trainer\._get_train_sampler'"):
-        trainer.train()
-    assert trainer.state.global_step == 0

@@ -152,22 +152,13 @@ def test_a_trial_that_runs_out_at_any_operation_frees_its_memory(checkpointing):
 # Steps that do not fit.
 
 
-def peaks(training):
-    with training.rehearsal() as trial:
-        return trial(1).peak_bytes, trial.optimizer_peak_bytes
-
-
-def refusal(training, budget_bytes):
-    with pytest.raises(DoesNotFitError) as caught, training.rehearsal(budget_bytes=budget_bytes):
-        pass
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_smallest_budget_is_the_peak_of_one_row(in_backward):
     training = Training(Case("AdamW", in_backward=in_backward))
-    needed = max(peak for peak in peaks(training) if peak)
-    refusal(training, needed - 1)
+    with training.rehearsal() as trial:
+        needed = max(trial(1).peak_bytes, trial.optimizer_peak_bytes or 0)
+    with pytest.raises(DoesNotFitError), training.rehearsal(budget_bytes=needed - 1):
+        pass
     with training.rehearsal(budget_bytes=needed) as trial:
         assert trial(1).fits
 

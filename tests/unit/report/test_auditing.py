@@ -11,7 +11,8 @@ from support.examples import examples
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
-from adaptive_batch.report import audit, auditing
+from adaptive_batch.report import audit
+from adaptive_batch.report.auditing import audit_records
 from adaptive_batch.schedules import Progress
 
 
@@ -89,10 +90,6 @@ class Run:
         if completes:
             lines += [json.dumps(record) for record in self.process(saves)]
         return lines
-
-
-def audit_records(records):
-    return auditing.audit_records(records)
 
 
 def written(folder, lines):

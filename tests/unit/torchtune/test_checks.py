@@ -12,14 +12,12 @@ from omegaconf import OmegaConf
 from support.model_families import Combination
 from torchtune import config
 
-from adaptive_batch import distributed
-from adaptive_batch.errors import GrowthFunctionError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import FullModel, Job, NextTokens, Settings, use_shipped_config
 from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel, complete
 from adaptive_batch.torchtune.configuration import plainly
 from adaptive_batch.torchtune.job import check_keys_of_others
-from adaptive_batch.torchtune.resume import check_fewer_ranks
-from adaptive_batch.training import differences, raise_if_answers_differ
+from adaptive_batch.training import differences
 
 STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SMALL = Combination("qwen2", 32)
@@ -217,7 +215,6 @@ def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
 # --- several ranks
 
 
-IN_BACKWARD = {"optimizer_in_bwd": True, "gradient_accumulation_steps": 1, "clip_grad_norm": None}
 OPTIMIZER = {"optimizer": {"_component_": "torch.optim.AdamW"}, "device": "cuda"}
 
 
@@ -252,21 +249,3 @@ def test_one_process_ignores_what_is_for_many():
 def test_a_difference_between_ranks_is_named_with_both_values():
     mine, first = {"batch_size": "3", "seed": "1"}, {"seed": "1", "batch_size": "4", "epochs": "2"}
     assert list(differences(mine, first)) == [("batch_size", "3", "4"), ("epochs", "nothing", "2")]
-
-
-def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
-    monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
-    with pytest.raises(GrowthFunctionError, match="f in epoch 1 is 9 on rank 1 but 8 on rank 0"):
-        raise_if_answers_differ({"f in epoch 1": 8})
-
-
-def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
-    job = Job(
-        cfg := Combination("qwen2", 32).config(),
-        Settings.from_config(OmegaConf.to_container(cfg) | IN_BACKWARD),
-    )
-    job.ranks = 2
-    with pytest.raises(SettingError, match="start 2 or more"):
-        check_fewer_ranks(job)
-    monkeypatch.setattr(distributed, "data_parallel_size", lambda: 4)
-    check_fewer_ranks(job)

@@ -212,7 +212,6 @@ UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
 NO_SAMPLE = {
     "one piece": (UNEQUAL, 4, {"measures_noise": True}),
     "not asked": (UNEQUAL, 1, {}),
-    "refused": (UNEQUAL, 1, {"measures_noise": False}),
     "one labelled, last": ([row(5, masked=5), row(5)], 1, {"measures_noise": True}),
     "one labelled, first": ([row(5), row(5, masked=5)], 1, {"measures_noise": True}),
     "no label": ([row(5, masked=5), row(4, masked=4)], 1, {"measures_noise": True}),
