@@ -4,10 +4,12 @@ memory.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends
 from support.processes import run_on_ranks
 from support.sharded_model import (
     Decoder,
@@ -20,6 +22,7 @@ from support.sharded_model import (
     twin,
     whole_gradients,
 )
+from torch.distributed.fsdp import fully_shard
 
 from adaptive_batch import SplitBatch, distributed, find_max_batch_size
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -226,3 +229,35 @@ def test_all_ranks_refuse_alike():
     assert "ran out of memory on rank 1, alone in its micro-batch" in of_memory
     assert of_hook.startswith("register_post_accumulate_grad_hook=")
     assert not has_gradients
+
+
+# --- packed batches
+
+
+FORMS_OF_BATCHES = FORMS | FORMS_IN_ROWS
+DOCUMENTS = ([5, 3, 8, 2], [7, 4])
+
+
+def split_on_ranks(form):
+    model = Attends()
+    alone = copy.deepcopy(model)
+    for lengths in DOCUMENTS:
+        (alone(FORMS_OF_BATCHES[form](lengths)) / len(DOCUMENTS)).backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    fully_shard(model)
+
+    def forward_backward(part):
+        (model(part.batch) * part.share).backward()
+
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
+    step(FORMS_OF_BATCHES[form](DOCUMENTS[distributed.rank()]))
+    found = whole_gradients(model)
+    errors = [float((found[name] - expected[name]).abs().max()) for name in expected]
+    return max(errors), step.num_micro_batches
+
+
+@pytest.mark.parametrize("form", ["positions", "flattened", "torchtitan", "rows of positions"])
+def test_packed_batches_are_split_alike_and_gradients_are_the_mean_of_both_ranks(form):
+    for error, num_micro_batches in run_on_ranks(split_on_ranks, 2, form):
+        assert error < 1e-12
+        assert num_micro_batches == 4

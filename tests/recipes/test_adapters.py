@@ -1,6 +1,4 @@
-"""Fine-tuning of adapters: what a resume point holds, the base that it stands on, the bound, and
-what is refused.
-"""
+"""Fine-tuning of adapters: resume points, other numbers of ranks, exports, and what is refused."""
 
 from __future__ import annotations
 
@@ -17,11 +15,13 @@ from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_
 from support.cli import MODEL, make_setup, resume_run
 from support.cli import OURS as FULL
 from support.stops import stopped_after
-from torchtune.models.qwen2 import lora_qwen2
+from torch.utils._pytree import tree_leaves
+from torchtune.models.qwen2 import lora_qwen2, qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.torchtune import AdapterModel, NextTokens
+from adaptive_batch.report import audit
+from adaptive_batch.torchtune import AdapterModel, FullModel, NextTokens
 
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
 
@@ -204,3 +204,41 @@ def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
     folder = stopped_after(begun, wide, 3)
     resumed = wide.run_in_process(OURS, *own, f"output_dir={folder}", "resume_from_checkpoint=True")
     assert same_epoch(resumed, begun, 0)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("kind", "before", "after"),
+    [("DoRA", 2, 1), pytest.param("QLoRA", 1, 2, marks=pytest.mark.nightly)],
+)
+def test_another_number_of_ranks_resumes_adapters(tmp_path, kind, before, after):
+    setup = make_wide_setup(tmp_path)
+    keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
+    keys = (OURS, *LORA, "epochs=1", *keys)
+    whole = setup.run(*keys, ranks=before)
+    folder = stopped_after(whole, setup, 2)
+    resumes = (f"output_dir={folder}", "resume_from_checkpoint=True")
+    resumed = setup.run(*keys, *resumes, ranks=after)
+    assert audit(folder).holds
+    rest = [float(loss) for loss in whole.losses[2:]]
+    rel = 0.02 if kind == "QLoRA" else 2e-5
+    assert [float(loss) for loss in resumed.losses[-len(rest) :]] == pytest.approx(rest, rel=rel)
+
+
+@pytest.mark.parametrize("keys", [{}, {"save_adapter_weights_only": True}], ids=str)
+@pytest.mark.parametrize(
+    "builder", [FullModel(), AdapterModel()], ids=lambda one: type(one).__name__
+)
+def test_the_bytes_of_an_epoch_are_about_those_of_what_is_saved(builder, keys):
+    block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
+    if isinstance(builder, AdapterModel):
+        model = lora_qwen2(**block)
+    else:
+        model = qwen2(**{key: block[key] for key in SMALL_BLOCK if not key.startswith("lora")})
+    cfg = OmegaConf.create({"model": block, **keys})
+    expected = builder.num_bytes_saved(model, cfg)
+    saved = builder.to_save(model, cfg, device=torch.device("cpu"))
+    tensors = [leaf for leaf in tree_leaves(saved) if isinstance(leaf, torch.Tensor)]
+    num_bytes = sum(tensor.nbytes for tensor in tensors)
+    assert num_bytes <= expected <= 1.05 * num_bytes

@@ -8,11 +8,9 @@ from omegaconf import OmegaConf
 from support import components
 from support.cli import NUM_ROWS, OURS, records
 
-from adaptive_batch.errors import (
-    DoesNotFitError,
-    SettingError,
-)
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import write_report
+from adaptive_batch.torchtune import FullModel
 
 BUDGET = "probe.device_memory=24MiB"
 GROW = "batch_increase_function=support.components.four_more"
@@ -137,3 +135,12 @@ def test_a_truncated_base_checkpoint_is_named(small):
     path.write_bytes(path.read_bytes()[:5000])
     with pytest.raises(SettingError, match=r"model\.safetensors.* copy or download them again"):
         small.run_in_process(OURS, f"checkpointer.checkpoint_dir={base}")
+
+
+def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(small, monkeypatch):
+    monkeypatch.setattr(FullModel, "num_bytes_saved", lambda *_: 2**60)
+    folder = small.fresh_folder()
+    says = r"^output_dir='.*': an epoch takes 1073741824\.00 GiB, but only [\d.]+ GiB are"
+    with pytest.raises(SettingError, match=says):
+        small.run_in_process(OURS, f"output_dir={folder}")
+    assert not records(folder, "step")

@@ -1,34 +1,152 @@
-"""Neither micro-batches nor out-of-memory errors change the result of a run of the recipe."""
+"""Neither micro-batches, their layouts, nor out-of-memory errors change what a run of the recipe
+trains.
+"""
 
 import pytest
 from support.cli import OURS, figures, losses, records, resume_run, same_weights
+from support.stops import stopped_after
+from support.trajectories import run_differences
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.report import read_records
+from adaptive_batch.report import audit
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-SGD = ("optimizer=torch.optim.SGD", "optimizer.lr=0.05")  # AdamW would turn rounding into steps
-DROPOUT = "model.attn_dropout=0.2"
-BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "probe.objective=largest")
-SMALL_MEMORY = "probe.device_memory=10MiB"
-MUCH_MEMORY = "probe.device_memory=1GiB"
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.lr=0.05",
+    "optimizer.fused=False",
+)  # AdamW would turn rounding into steps
+BASE = (*ROWS, *SGD, "epochs=1", "batch_size=16", "model.max_seq_len=64")
+LARGEST = (*BASE, "probe.objective=largest")
+SMALL_MEMORY, MUCH_MEMORY = "probe.device_memory=10MiB", "probe.device_memory=1GiB"
+LAYOUTS = ("padded", "grouped", "packed")
+AUTO = ("micro_batch_tokens=auto", MUCH_MEMORY)
+UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
-def all_records(finished):
-    return read_records(finished.output_dir / "adaptive_batch" / "run.jsonl")
-
-
-def audit(finished):
-    """Return the position of each step in the data, which no memory setting may change."""
-    names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen")
-    return [tuple(step[name] for name in names) for step in records(finished, "step")]
+def where_steps_stood(folder):
+    """Return the position of each step in the data; the audit must hold."""
+    names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen", "rows")
+    assert audit(folder).holds
+    return [tuple(step[name] for name in names) for step in records(folder, "step")]
 
 
 @pytest.fixture(scope="module")
 def whole(small):
-    """Each step as one batch."""
-    return small.run_in_process(OURS, *BASE, "drop_last=False")
+    return small.run_in_process(OURS, *BASE, "drop_last=False").output_dir
+
+
+# --- what is trained
+
+
+@pytest.mark.parametrize("unit", UNITS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout, unit):
+    folder = small.run_in_process(
+        OURS, *BASE, UNITS[unit], f"micro_batch_layout={layout}"
+    ).output_dir
+    assert where_steps_stood(folder) == where_steps_stood(whole)
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert min(figures(folder, "micro_batches")) > 1
+    padding = figures(folder, "padding_fraction")
+    assert padding == [0, 0] if layout == "packed" else min(padding) > 0
+
+
+# --- the fastest
+
+
+def chosen(folder):
+    """Return the fastest layout, amount and unit of each start."""
+    said = records(folder, "throughput")
+    return [tuple(record[key] for key in ("layout", "amount", "unit")) for record in said]
+
+
+@pytest.fixture(scope="module")
+def automatic(small):
+    keys = (*BASE, *AUTO, "batch_size=8", "save_every_n_steps=1")
+    return keys, small.run_in_process(OURS, *keys)
+
+
+@pytest.mark.slow
+def test_auto_logs_its_timings_and_trains_the_same(small, automatic):
+    _, finished = automatic
+    (said,) = records(finished.output_dir, "throughput")
+    assert said["layout"] in ("grouped", "packed")
+    assert len(said["timed"]) == said["trials"] >= 1
+    assert (said["layout"], {"amount": said["amount"], "unit": said["unit"]}) in [
+        (trial["kind"], trial["limit"]) for trial in said["timed"]
+    ]
+    assert all(
+        trial["tokens_per_second"] > 0 and 0 <= trial["padding"] < 1 for trial in said["timed"]
+    )
+    (plan,) = records(finished.output_dir, "plan")
+    assert (plan["limit"], plan["unit"]) == (said["amount"], said["unit"])
+    padded = small.run_in_process(OURS, *BASE, "batch_size=8", "drop_last=False").output_dir
+    assert where_steps_stood(finished.output_dir) == where_steps_stood(padded)
+    assert figures(finished.output_dir, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
+
+
+def test_a_resumed_run_keeps_the_chosen_layout_and_its_bits_without_probe_json(small, automatic):
+    keys, finished = automatic
+    folder = stopped_after(finished, small, 2)
+    (folder / "adaptive_batch" / "probe.json").unlink()
+    resume_run(small, folder, *keys)
+    assert len(set(chosen(folder))) == 1
+    assert run_differences(folder, finished.output_dir) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "kinds"),
+    [
+        (("uniform_micro_batches=rows",), {"padded"}),
+        (("pad_to_multiple_of=8",), {"grouped"}),
+        (("micro_batch_layout=packed",), {"packed"}),
+        (("collate_fn=torchtune.data.padded_collate_sft",), {"grouped"}),
+    ],
+    ids=str,
+)
+def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
+    folder = small.run_in_process(OURS, *BASE, *AUTO, *keys).output_dir
+    (said,) = records(folder, "throughput")
+    assert {trial["kind"] for trial in said["timed"]} == kinds
+
+
+def test_a_first_row_without_labels_does_not_prevent_packing(small):
+    """The first row is what packing is tried with."""
+    lengths = f"dataset.lengths={[1, 1, *LENGTHS[2:]]}"
+    padded, packed = (
+        small.run_in_process(OURS, *BASE, lengths, f"micro_batch_layout={layout}").output_dir
+        for layout in ("padded", "packed")
+    )
+    assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
+
+
+def test_a_text_or_a_number_in_a_row_changes_nothing_under_torchtunes_collate(small):
+    ids = (*BASE, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
+    packed = "micro_batch_layout=packed"
+    without = small.run_in_process(OURS, *BASE, "micro_batch_tokens=100", packed)
+    assert small.run_in_process(OURS, *ids, packed).losses == without.losses != []
+    with pytest.raises(SettingError, match=r"^micro_batch_tokens=100: the memory of id, source "):
+        small.run_in_process(
+            OURS, *ids, "collate_fn=torchtune.data.padded_collate_sft", "preview=True"
+        )
+
+
+@pytest.mark.slow
+def test_two_ranks_choose_the_same_layout_and_train_what_one_device_trains(small, whole):
+    keys = (*BASE, "batch_size=8", "drop_last=False", *AUTO)
+    folder = small.run(OURS, *keys, ranks=2).output_dir
+    assert [sorted(step["rows"]) for step in records(folder, "step")] == [
+        sorted(step["rows"]) for step in records(whole, "step")
+    ]
+    assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
+    assert audit(folder).holds
+    assert len(chosen(folder)) == 1
+
+
+# --- what fits, and out of memory
 
 
 def test_a_micro_batch_above_a_known_bound_is_refused(small):
@@ -38,32 +156,23 @@ def test_a_micro_batch_above_a_known_bound_is_refused(small):
         with pytest.raises(
             SettingError, match=rf"^{key}={value}: \d+ rows.* fit; give \d+ or less(, or auto)?$"
         ):
-            small.run_in_process(OURS, *BASE, setting, *found)
-
-
-# --- rows longer than any that was tried
+            small.run_in_process(OURS, *LARGEST, setting, *found)
 
 
 def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, whole):
-    finished = small.run_in_process(
-        OURS, *BASE, "micro_batch_size=auto", SMALL_MEMORY, "probe.sequence_length=20"
-    )
+    keys = ("micro_batch_size=auto", SMALL_MEMORY, "probe.sequence_length=20")
+    finished = small.run_in_process(OURS, *LARGEST, *keys).output_dir
     (said,) = records(finished, "limit")
     assert said["length"] == max(LENGTHS)
-    assert (
-        f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried" in said["message"]
-    )
-    kinds = [record["kind"] for record in all_records(finished)]
-    assert kinds.index("limit") < kinds.index("step")
+    says = f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried"
+    assert says in said["message"]
+    assert records(finished, "limit", "step")[0] == said
     (plan,) = records(finished, "plan")
     assert plan["limit"] == said["after"]
     bound = records(finished, "bound")[-1]["max_batch_size"]
     assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
     assert figures(finished, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
-    assert audit(finished) == audit(whole)
-
-
-# --- out of memory in a step
+    assert where_steps_stood(finished) == where_steps_stood(whole)
 
 
 @pytest.mark.slow
@@ -75,7 +184,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
         "batch_size=16",
         "micro_batch_size=16",
         *SGD,
-        "dataset._component_=support.components.OfLengths",
+        ROWS[0],
         f"dataset.lengths={lengths}",
     )
     confined = (
@@ -91,13 +200,10 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     counted = figures(survived, "oom_count")
     assert counted[0] == 0
     assert counted[-1] == len(changes)
-    assert audit(survived) == audit(undisturbed)
+    assert where_steps_stood(survived.output_dir) == where_steps_stood(undisturbed.output_dir)
     assert figures(survived, "tokens_seen")[-1] == sum(lengths)
     assert figures(survived, "loss") == pytest.approx(figures(undisturbed, "loss"), rel=1e-4)
     assert len(survived.weights(0))
-
-
-# --- out of memory elsewhere
 
 
 def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(small):
@@ -117,16 +223,10 @@ def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(smal
     assert same_weights(rest.weights(1), undisturbed.weights(1))
 
 
-# --- what is said
-
-
 def test_with_the_optimizer_in_backward_a_step_that_does_not_fit_is_refused(small):
-    in_backward = (*BASE, "optimizer_in_bwd=True", "micro_batch_size=auto")
-    with pytest.raises(
-        SettingError,
-        match=r"optimizer_in_bwd=True: a step may have 16 rows, of which \d+ fit here",
-    ):
+    in_backward = (*LARGEST, "optimizer_in_bwd=True", "micro_batch_size=auto")
+    says = r"optimizer_in_bwd=True: a step may have 16 rows, of which \d+ fit here"
+    with pytest.raises(SettingError, match=says):
         small.run_in_process(OURS, *in_backward, SMALL_MEMORY)
-    assert set(figures(small.run_in_process(OURS, *in_backward, MUCH_MEMORY), "micro_batches")) == {
-        1
-    }
+    whole_steps = small.run_in_process(OURS, *in_backward, MUCH_MEMORY)
+    assert set(figures(whole_steps, "micro_batches")) == {1}

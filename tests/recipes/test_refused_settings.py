@@ -50,10 +50,6 @@ REFUSED = {
     "batch_increase_function._component_": [
         f"batch_increase_function._component_={COMPONENTS}.four_more",
     ],
-    "batch_increase_function.factor": [
-        "batch_increase_function._component_=adaptive_batch.schedules.geometric"
-        " batch_increase_function.factor=0"
-    ],
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
         f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
@@ -66,10 +62,6 @@ REFUSED = {
         f"{SCHEDULE}._component_=adaptive_batch.schedules.stepz",
         f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp {SCHEDULE}.start=4",
     ],
-    f"{SCHEDULE}.thresholds": [
-        f"{STEPS} {SCHEDULE}.thresholds={value}" for value in ("[2ep,1ep]", "[1,2ep]", "1ep")
-    ],
-    f"{SCHEDULE}.batch_sizes": [f"{STEPS} {SCHEDULE}.batch_sizes=[4,many,16]"],
     "batch_size": [
         "batch_size=33",
         f"{GROWS} batch_size=64",
@@ -110,7 +102,6 @@ REFUSED = {
         "micro_batch_layout=grouped optimizer_in_bwd=True",
         f"{PICTURES} micro_batch_layout=packed",
     ],
-    "probe.objective": ["probe.objective=fast"],
     "pad_to_multiple_of": [f"{PICTURES} pad_to_multiple_of=8"],
     "min_rows_per_batch": [
         f"{OF_LENGTHS} batch_tokens=45 min_rows_per_batch=3",
@@ -141,7 +132,6 @@ REFUSED = {
     "lr_scaling": [f"{SEESAW} lr_scaling=linear"],
     "max_steps_per_epoch": [f"{SEESAW} max_steps_per_epoch=3"],
     f"{SCHEDULE}.maximum": [f"{SEESAW} {SCHEDULE}.maximum=2"],
-    f"{SCHEDULE}.factor": [f"{SEESAW} {SCHEDULE}.factor=1"],
     "scale_with_batch.beta2": [
         f"{SCALED} optimizer=torch.optim.SGD ~optimizer.fused",
     ],
@@ -270,6 +260,22 @@ def test_a_component_that_ends_the_program_is_an_error_that_names_it(small, reci
     exits = (f"{key}=support.components.exits", "estimate.devices=1GiB")
     with pytest.raises(AdaptiveBatchError, match=r"in exits \(.*components\.py:\d+\)"):
         small.run_in_process(recipe, *exits)
+
+
+ENDS = ("loss=support.components.LossThatEnds", "epochs=1", "max_steps_per_epoch=2")
+
+
+@pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
+@pytest.mark.parametrize("status", [0, 3])
+def test_an_exit_within_a_run_is_an_error_that_names_the_line(small, recipe, status):
+    says = rf"sys\.exit\({status}\) was called in forward \(.*components\.py:\d+\)"
+    with pytest.raises(AdaptiveBatchError, match=says):
+        small.run_in_process(recipe, *ENDS, f"loss.status={status}")
+
+
+def test_ctrl_c_goes_through(small):
+    with pytest.raises(KeyboardInterrupt):
+        small.run_in_process(OURS, *ENDS, "loss.status=null")
 
 
 @pytest.mark.slow

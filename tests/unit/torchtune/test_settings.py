@@ -110,6 +110,7 @@ VALUES = {
     "activation_memory_budget": (-0.1, 1.5, True, "half", 0.5),
     "probe": ("binary",),
     "probe.search": ("fast",),
+    "probe.objective": ("fast",),
     "probe.device_memory": ("12XiB", -1),
     "probe.headroom": (1, -0.1, "nan"),
     "probe.maximum": (0,),
