@@ -231,9 +231,6 @@ def test_all_ranks_refuse_alike():
     assert not has_gradients
 
 
-# --- packed batches
-
-
 FORMS_OF_BATCHES = FORMS | FORMS_IN_ROWS
 DOCUMENTS = ([5, 3, 8, 2], [7, 4])
 

@@ -206,9 +206,6 @@ def message_of(call):
     return None
 
 
-# --- what the ranks do: run once, read below
-
-
 def two_ranks(folder):
     """Save in every way, and load what one process has saved."""
     group = host_group()
@@ -506,9 +503,6 @@ def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
 def test_a_point_of_another_model_is_refused_on_all_ranks(two):
     for facts in two:
         assert "model.0.weight was not saved; it belongs to another model" in facts["another model"]
-
-
-# --- low-bit states
 
 
 def test_low_bit_states_come_back_on_as_many_ranks_as_saved_them(two):

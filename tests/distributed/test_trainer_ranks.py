@@ -65,6 +65,8 @@ def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[A
         if isinstance(trainer, AdaptiveTrainer) and limit is None:
             trainer.adaptive = AdaptiveArguments(micro_batch_size="auto")
         trainer.train()
+    if isinstance(trainer, AdaptiveTrainer):
+        assert trainer.adaptive_step.num_micro_batches == (2 if limit else 1)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
     return losses, weights

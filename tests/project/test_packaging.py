@@ -70,9 +70,6 @@ def run(*command, cwd, limit=120):
     return done
 
 
-# the wheel
-
-
 @pytest.mark.slow
 def test_the_wheel_holds_recipes_as_modules_and_configs_inside_the_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
@@ -109,9 +106,6 @@ def test_the_core_depends_on_torch_alone(wheel):
     assert [need.split()[1].split(">")[0] for need in needs] == ["torch"]
 
 
-# installed from the registry
-
-
 @pytest.mark.install
 @pytest.mark.timeout(1200)
 def test_the_wheel_installs_into_a_new_environment_that_trains_from_any_folder(
@@ -138,9 +132,6 @@ def test_the_wheel_installs_into_a_new_environment_that_trains_from_any_folder(
     run(scripts / "adaptive-batch", "audit", folder / "out", cwd=folder)
     run(scripts / "adaptive-batch", "report", folder / "out", cwd=folder)
     assert (folder / "out" / "adaptive_batch" / "report.html").is_file()
-
-
-# the source archive
 
 
 def test_the_source_archive_has_all_that_the_tests_and_the_site_need(sdist):

@@ -21,8 +21,6 @@ def of_lengths(lengths):
     return ("dataset._component_=support.components.OfLengths", f"dataset.lengths={list(lengths)}")
 
 
-# --- the plan is what happens
-
 RULES = {
     "tokens a step": (
         *(f"{RULE}steps", f"{KEY}.batch_sizes=[100,200,400]", f"{KEY}.thresholds=[0.5ep,1.25ep]"),

@@ -98,9 +98,6 @@ def test_tensor_parallelism_is_estimated_and_divides_the_weights():
     )
 
 
-# --- what it needs
-
-
 @pytest.fixture
 def no_network(monkeypatch):
     """Fail where anything looks for another machine, also if the code handles the error."""
@@ -241,9 +238,6 @@ def test_no_process_group_is_left_behind():
     assert not torch.distributed.is_initialized()
 
 
-# --- what is left out is said
-
-
 def _elements(cfg):
     with torch.device("meta"):
         return [parameter.numel() for parameter in config.instantiate(cfg.model).parameters()]
@@ -268,9 +262,6 @@ def test_states_of_bitsandbytes_have_their_documented_sizes(name, moments, is_8b
             by_hand += moments * 4 * elements
     assert plan.lengths[0].resident.optimizer == by_hand
     assert any(sentence.startswith("bitsandbytes: ") for sentence in plan.left_out)
-
-
-# --- single changes
 
 
 SMOOTHED = {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothing": 0.1}}
@@ -302,9 +293,6 @@ def test_a_suggested_change_gains_the_rows_of_its_own_estimate(with_changes):
     assert min(gains) > before
 
 
-# --- what is measured on a device
-
-
 @pytest.mark.slow
 def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monkeypatch):
     cfg = Combination("qwen2", 32, device="cuda").to_estimate(context=0, headroom="auto")
@@ -316,9 +304,6 @@ def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monk
     expanding, said = planned(cfg, estimate={"devices": ["100MiB"]})
     assert "for headroom (1%)" in said
     assert change.bounds == (expanding.devices[0].lengths[0].max_batch_size,)
-
-
-# --- a plan is not lost
 
 
 @pytest.mark.slow

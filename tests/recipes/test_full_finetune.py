@@ -115,9 +115,6 @@ def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved
     assert not list(output.glob("epoch_*"))
 
 
-# --- checkpoints
-
-
 def test_weights_of_another_model_are_refused_in_a_line(small):
     with pytest.raises(
         SettingError,

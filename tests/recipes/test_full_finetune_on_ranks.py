@@ -32,9 +32,6 @@ def refused(small, *overrides: str, **options) -> str:
     return attempt.output
 
 
-# rows that are not as long as the cache says
-
-
 @pytest.mark.slow
 def test_all_ranks_count_again_after_one_finds_a_row_of_another_length(small):
     counted = [8 + row % 9 for row in range(32)]
@@ -59,9 +56,6 @@ def test_all_ranks_count_again_after_one_finds_a_row_of_another_length(small):
     )
 
 
-# what is saved when one ends
-
-
 def test_an_interrupted_second_rank_names_the_last_save(small):
     ends = (
         "loss=support.components.LossThatEnds",
@@ -74,9 +68,6 @@ def test_an_interrupted_second_rank_names_the_last_save(small):
     assert re.search(
         r"interrupted: resume_from_checkpoint=True resumes from \S*/step_2\n", attempt.output
     )
-
-
-# other divisions
 
 
 TENSOR_PARALLEL = (
@@ -133,9 +124,6 @@ def test_an_oom_that_other_ranks_cannot_hear_of_ends_all_and_a_restart_uses_a_lo
     assert audit(folder).holds
 
 
-# bad input: all ranks end, at once, with one message
-
-
 BAD = {
     "batch_increase_function=support.components.rows_by_rank": "_function is 5 on rank 1",
     "batch_size_schedule=support.components.batch_by_rank": "at step 3 is 3 on rank 1",
@@ -164,9 +152,6 @@ def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(small):
     output = refused(small, before="support.rank_faults.a_bug_on_rank_one")
     assert "no such layer" in output
     assert output.count("Traceback (most recent call last)") == 1
-
-
-# resuming
 
 
 @pytest.mark.slow

@@ -37,9 +37,6 @@ def whole(small):
     return small.run_in_process(OURS, *BASE, "drop_last=False").output_dir
 
 
-# --- what is trained
-
-
 @pytest.mark.parametrize("unit", UNITS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout, unit):
@@ -51,9 +48,6 @@ def test_rows_losses_and_audit_are_the_same_in_each_layout(small, whole, layout,
     assert min(figures(folder, "micro_batches")) > 1
     padding = figures(folder, "padding_fraction")
     assert padding == [0, 0] if layout == "packed" else min(padding) > 0
-
-
-# --- the fastest
 
 
 def chosen(folder):
@@ -144,9 +138,6 @@ def test_two_ranks_choose_the_same_layout_and_train_what_one_device_trains(small
     assert figures(folder, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
     assert audit(folder).holds
     assert len(chosen(folder)) == 1
-
-
-# --- what fits, and out of memory
 
 
 def test_a_micro_batch_above_a_known_bound_is_refused(small):

@@ -132,9 +132,6 @@ def test_the_last_epoch_is_saved_as_weights_alone_if_the_disk_holds_no_more(
     assert not list(done.output_dir.glob("step_*"))
 
 
-# --- asked to end
-
-
 def asking_to_end(at_step):
     return "metric_logger._component_=support.stops.AskingToEnd", f"metric_logger.at_step={at_step}"
 
@@ -356,9 +353,6 @@ def test_a_path_that_is_no_checkpoint_is_refused_with_what_is_there(small, whole
         resume_from(small, folder, asked.format(folder=folder), SAVES, *DROPOUT)
 
 
-# --- nothing to resume
-
-
 def test_a_folder_without_saves_is_refused_with_the_fix(small):
     with pytest.raises(
         CheckpointError,
@@ -377,9 +371,6 @@ def test_a_finished_run_without_state_is_left_as_it_is_by_auto_and_cannot_be_res
         CheckpointError, match=r"from the weights of a finished run, .*another output_dir"
     ):
         resume_run(small, done.output_dir, "epochs=2")
-
-
-# --- a full disk
 
 
 @pytest.fixture

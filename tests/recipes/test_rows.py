@@ -91,8 +91,6 @@ def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(sm
         small.run_in_process(OURS, *made, "pad_to_multiple_of=16")
 
 
-# --- rows that are not as long as the cache says
-
 COUNTED = [8 + row % 9 for row in range(32)]
 CHANGED = [
     45 if row in (3, 7, 22) else 5 if row in (11, 30) else length

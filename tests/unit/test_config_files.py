@@ -21,15 +21,12 @@ def test_a_copy_keeps_its_content_and_takes_the_name_of_a_file(tmp_path, destina
 
 
 @pytest.mark.parametrize("destination", [".", "demo_cpu.yaml"])
-def test_an_existing_file_is_not_overwritten(tmp_path, destination):
+def test_an_existing_file_is_not_overwritten_and_no_folder_is_made(tmp_path, destination):
     mine = tmp_path / "demo_cpu.yaml"
     mine.write_text("batch_size: 3\n")
     with pytest.raises(SettingError, match="the file exists already"):
         copy_config("demo_cpu", tmp_path / destination)
     assert mine.read_text() == "batch_size: 3\n"
-
-
-def test_a_missing_folder_is_refused(tmp_path):
     with pytest.raises(SettingError, match=f"the folder {tmp_path / 'no'} does not exist"):
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
 

@@ -61,9 +61,6 @@ def test_other_types_are_refused(part):
             fingerprint(nested)
 
 
-# file_signature
-
-
 def test_a_small_file_is_known_by_its_content(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"abc")
@@ -99,9 +96,6 @@ def test_settings_are_described_with_files_but_not_folders(tmp_path):
     assert before["source"] == "json"
 
 
-# --- temporary attributes
-
-
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -134,9 +128,6 @@ def test_on_a_terminal_there_is_a_bar_and_no_line(caplog, monkeypatch):
     advance(4)
     assert "loss 3: 100%" in terminal.getvalue()
     assert caplog.messages == []
-
-
-# --- errors
 
 
 def test_attributes_are_restored_even_after_an_error():

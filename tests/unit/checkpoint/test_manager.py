@@ -245,12 +245,6 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
     assert hidden(tmp_path) == []
 
 
-def test_the_newest_is_the_one_that_was_saved_last_not_the_largest_step(tmp_path):
-    save(tmp_path, 20, 30)
-    save(tmp_path, 10)
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 10
-
-
 def test_checkpoints_of_other_runs_stay(tmp_path):
     save(tmp_path, 1, 2, run="a")
     save(tmp_path, 3, 4, run="b", keep_last=1)
@@ -267,9 +261,6 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
     assert_same(tree, values(2))
     assert small == point.load_small_state() == {"save": 2}
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([5], [])
-
-
-# What a kill leaves
 
 
 def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
@@ -402,6 +393,8 @@ def test_the_last_few_are_kept(tmp_path, asynchronous):
     assert steps_there(tmp_path) == [4, 5]
     save(tmp_path, 1, keep_last=2)  # another run in the same folder
     assert steps_there(tmp_path) == [1, 5]
+    # The newest is the last one saved, not the largest step.
+    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
 
 
 def test_broken_ones_do_not_count_and_go_when_a_newer_one_is_whole(tmp_path):
@@ -418,9 +411,6 @@ def test_what_a_kill_left_is_removed_at_the_end_without_another_save(tmp_path):
     CheckpointManager(tmp_path).close()
     assert steps_there(tmp_path) == [2]
     assert not list(tmp_path.glob(".*"))
-
-
-# A disk that is full
 
 
 @pytest.fixture

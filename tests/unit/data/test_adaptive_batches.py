@@ -91,9 +91,6 @@ def rows_of_epoch(seen: list[tuple[int, list[int]]], epoch: int) -> list[int]:
     return [row for of_epoch, rows in seen if of_epoch == epoch for row in rows]
 
 
-# --- each row once
-
-
 @examples(30)
 @given(st.integers(1, 60), st.integers(1, 9), st.integers(0, 5), st.integers(0, 3), st.booleans())
 def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle):
@@ -144,9 +141,6 @@ def test_the_length_is_the_steps_that_are_left_of_this_epoch():
     by_tokens = AdaptiveBatches(Rows(), 1, sampling=Sampling(batch_tokens=30))
     length = len(by_tokens)
     assert length == len(train(by_tokens, epochs=1))
-
-
-# --- what is read ahead
 
 
 def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead():
@@ -250,9 +244,6 @@ def test_the_order_of_a_sampler_is_taken_and_it_may_take_fewer_rows():
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
     assert len(batches) == 4
     assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
-
-
-# --- several ranks
 
 
 def batches_of_rank(done: int) -> list[list[int]]:

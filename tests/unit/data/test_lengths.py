@@ -64,9 +64,6 @@ def warnings_of(caplog):
     return [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
-# counting
-
-
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers, caplog):
     with pytest.raises(SettingError, match="dataset='Rows': row 13 has no tokens"):
@@ -106,9 +103,6 @@ def test_the_random_state_is_left_as_it_was(tmp_path):
         assert states() == before
 
 
-# worker processes
-
-
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 57])
 def test_workers_measure_what_one_process_measures(num_workers, num_rows, caplog):
@@ -144,9 +138,6 @@ def test_where_a_worker_dies_or_fails_the_rest_is_counted_here_and_said(dies, at
     says = "exited unexpectedly" if dies else f"failed at row {at} (RuntimeError: no such handle)"
     assert says in warning
     assert "counting the other rows in this process" in warning
-
-
-# the cache
 
 
 def test_rows_are_counted_once_and_then_read_from_the_cache_which_is_said_once(tmp_path, caplog):
@@ -222,9 +213,6 @@ def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path,
     assert measure(dataset, tmp_path).tolist() == dataset.lengths
     # Nothing is left aside.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lengths-f.bin"]
-
-
-# longest_rows
 
 
 @given(lengths=st.lists(st.integers(0, 9), min_size=1), data=st.data())

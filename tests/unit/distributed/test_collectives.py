@@ -28,30 +28,18 @@ def failing(error):
     raise error
 
 
-# one rank
-
-
-def test_one_rank_needs_no_process_group():
+def test_one_rank_needs_no_group_and_gets_back_what_it_gave_or_the_error_itself():
     assert not dist.is_initialized()
     assert (distributed.world_size(), distributed.rank()) == (1, 0)
     assert distributed.is_rank_zero()
-
-
-def test_one_rank_gets_back_what_it_gave():
     result = object()  # not a copy, and nothing that could be pickled on the way
     assert distributed.from_rank_zero(lambda: result) is result
     assert [f(-7) for f in (distributed.minimum, distributed.maximum)] == [-7, -7]
     assert [distributed.any_of_ranks(flag) for flag in (True, False)] == [True, False]
-
-
-def test_one_rank_sees_the_error_itself():
     error = HoldsALambda()
     with pytest.raises(HoldsALambda) as caught:
         distributed.from_rank_zero(lambda: failing(error))
     assert caught.value is error
-
-
-# ranks that meet in a store which outlives them
 
 
 class RankEnded(Exception):
@@ -109,9 +97,6 @@ def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
     monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.1))
     with pytest.raises(RankLostError, match=r"1 of 2 ranks joined within 0:00:00\.1"):
         collectives._agree_on_name(dist.HashStore(), 0, 2)
-
-
-# two ranks: each starts once and writes what every function gave it; the facts below read that
 
 
 def caught_from_rank_zero(compute):

@@ -33,11 +33,12 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         emulated_device(text, architecture)
 
 
-def test_a_missing_program_is_refused(capsys):
+@pytest.mark.parametrize("arguments", [["--device", "h100"], ["--device", "h1000", "--", "python"]])
+def test_a_missing_program_and_an_unknown_device_are_refused(arguments, capsys):
     with pytest.raises(SystemExit) as exit_:
-        main(["emulate", "--device", "h100"])
+        main(["emulate", *arguments])
     assert exit_.value.code == 2
-    assert "--device='h100': give it and, after --, the program" in capsys.readouterr().err
+    assert f"--device='{arguments[1]}': give " in capsys.readouterr().err
 
 
 def test_the_list_has_the_devices_with_cuda(capsys):
@@ -114,8 +115,6 @@ def test_ctrl_c_is_not_a_time_limit(script, minutes, result, tmp_path, monkeypat
     command = ["sh", "-c", f"trap '' INT; {script}"]
     assert launcher._run(command, tmp_path, dict(os.environ), minutes) == result
 
-
-# --- the library that redirects writes
 
 APPENDS = "import sys; open('log.txt', 'a').write(sys.argv[1])"
 

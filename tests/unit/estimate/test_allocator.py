@@ -99,9 +99,6 @@ def test_settings_are_read_as_pytorch_reads_them(monkeypatch):
     compared(5, conf="pinned_use_background_threads:True")
 
 
-# --- logs of a fake run
-
-
 def alive(log):
     """Return the sizes that remain; fail if a storage is freed twice."""
     sizes, left = [], {}

@@ -114,9 +114,6 @@ def test_cuda_graphs_are_refused(monkeypatch):
         estimate()
 
 
-# Models of scripts.
-
-
 class Gated(nn.Module):
     """A layer that saves less for backward when it is compiled."""
 

@@ -131,9 +131,6 @@ def test_no_error_and_a_cycle_of_causes_are_not_taken_for_one_of_memory():
     assert not is_out_of_memory(None)
 
 
-# Sizes.
-
-
 @pytest.mark.parametrize(
     ("value", "size"),
     [

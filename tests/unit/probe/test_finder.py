@@ -102,9 +102,6 @@ def test_for_any_device_the_result_was_tried_and_fits(answers, search):
     assert result.batch_size <= result.max_batch_size
 
 
-# Files.
-
-
 @pytest.fixture
 def result() -> ProbeResult:
     return run_search(
@@ -175,9 +172,6 @@ def test_a_failed_save_keeps_the_previous_file(result, tmp_path, caplog):
     (tmp_path / "a file").write_text("")
     Store(tmp_path / "a file" / "probe.json").put("f", {})
     assert "cannot be written" in caplog.text
-
-
-# Two ranks, of which the smaller device decides.
 
 
 def found_by_rank():

@@ -77,9 +77,6 @@ def test_the_comparison_sees_what_a_step_changes():
         assert changed <= set(differing)
 
 
-# Peaks of trials are those of training.
-
-
 def resident(training):
     yield from (*training.model.parameters(), *training.model.buffers())
     yield from (p.grad for p in training.model.parameters() if p.grad is not None)
@@ -149,9 +146,6 @@ def test_a_trial_that_runs_out_at_any_operation_frees_its_memory(checkpointing):
     assert phases == {"forward", "backward"}
 
 
-# Steps that do not fit.
-
-
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_smallest_budget_is_the_peak_of_one_row(in_backward):
     training = Training(Case("AdamW", in_backward=in_backward))
@@ -182,9 +176,6 @@ def test_a_retry_of_the_allocator_does_not_fit():
         assert [one.retried for one in tried[:3]] == [False, True, False]
         assert trial(7).peak_bytes == 7 * GIB
     assert backend.fraction == 1.0
-
-
-# Trials of evaluation.
 
 
 def evaluate(training, rows):

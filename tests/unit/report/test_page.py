@@ -42,9 +42,6 @@ def short(num_steps=5, **values) -> Records:
     return records
 
 
-# Contents of the page.
-
-
 def test_the_page_begins_with_the_facts_of_the_run():
     found = facts(full_records(), PROBE)
     assert found["rows"] == "4,096"
@@ -85,9 +82,6 @@ def test_the_page_embeds_the_picture_and_has_no_external_reference(tmp_path):
     assert len([1 for count, _ in image.getcolors(maxcolors=1 << 24) if count > 50]) > 20
 
 
-# Restarts.
-
-
 def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     records = short(10)
     records.add("batch_size", message="taken", before=16, after=32)
@@ -101,9 +95,6 @@ def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     page = write_report(records.write(tmp_path))[0].read_text()
     assert "(rolled back by a restart) taken" in page
     assert "<dt>steps rolled back</dt><dd>5</dd>" in page
-
-
-# Damaged files.
 
 
 def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
@@ -184,9 +175,6 @@ def test_the_page_shows_the_picture_and_the_text_of_the_run(tmp_path, width):
     text = done.stdout.decode()
     assert NASTY.replace("<", "&lt;").replace(">", "&gt;").replace("&b", "&amp;b")[:14] in text
     assert "<script" not in text
-
-
-# --- estimates
 
 
 def length_of(tokens):

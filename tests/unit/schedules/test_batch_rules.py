@@ -112,9 +112,6 @@ def test_two_positional_arguments_make_an_increment_and_one_a_schedule(function)
         check_schedule(rule)
 
 
-# Increments.
-
-
 @given(
     additions=st.dictionaries(st.integers(0, 50), st.integers(0, 1000), min_size=1),
     as_text=st.booleans(),
@@ -136,9 +133,6 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
     else:
         assert added >= 1
         assert added == 1 or abs(before + added - before * factor) <= 0.5
-
-
-# Increments are checked before the maximum batch size is known.
 
 
 @pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)

@@ -33,9 +33,6 @@ def at(steps=0, **values):
     return Progress(steps=steps, **values)
 
 
-# steps
-
-
 @given(st.lists(batches, min_size=1, max_size=8), st.data())
 def test_each_stage_begins_at_its_threshold(sizes, data):
     ends = sorted(
@@ -45,9 +42,6 @@ def test_each_stage_begins_at_its_threshold(sizes, data):
     step = data.draw(st.integers(0, 600))
     stage = sum(end <= step for end in ends)
     assert rule(at(step)) == sizes[stage] == rule.batches[rule.stage(at(step))]
-
-
-# linear_ramp
 
 
 @given(
@@ -76,9 +70,6 @@ def test_a_ramp_is_monotonic_between_its_ends(start, end, over, data):
     elif end % multiple == 0:
         assert sizes == sorted(sizes, reverse=True)
     assert rule(at(tokens=over)) == end
-
-
-# ramp_by_doubling
 
 
 def test_by_noise_scale_keeps_its_maximum_and_a_batch_above_it():
@@ -137,8 +128,6 @@ def test_by_noise_scale_does_not_oscillate(batch, factor, margin, noise):
     assert sizes == sorted(sizes) or sizes == sorted(sizes, reverse=True)
     assert sizes[-1] == rule(at(999, batch=sizes[-1], noise_scale=noise)) >= 1 or len(sizes) == 200
 
-
-# All rules.
 
 RULES = [
     steps([16, 32], ["2ba"]),

@@ -62,9 +62,6 @@ def test_a_schedule_is_the_factor_of_the_first_base_rate():
     assert schedule_factor(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
 
 
-# The clock of a schedule.
-
-
 def schedule_clock(progress, *, plan, reference, unit="samples"):
     pace = Pace(reference, plan)
     return TrainingClock(Clock(unit, unit)).at(replace(progress, pace=pace))

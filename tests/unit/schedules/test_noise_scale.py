@@ -64,9 +64,6 @@ def test_the_squared_norm_sums_gradients_of_all_dtypes():
     assert float(squared_norm(doubles)) == pytest.approx(exact, rel=1e-14)
 
 
-# Averages.
-
-
 def sample(squared_gradient, noise, *, small=2, big=8):
     """A step with these estimates."""
     return NoiseSample(small, squared_gradient + noise / small, big, squared_gradient + noise / big)
@@ -134,9 +131,6 @@ def test_a_resumed_scale_is_bit_identical(norms, cut, decay):
         second.update(NoiseSample(2, small, 8, big))
     assert second.state_dict() == whole.state_dict()
     assert second.value == whole.value
-
-
-# Rows of unequal length.
 
 
 @pytest.mark.slow

@@ -25,9 +25,6 @@ def test_progress_is_restored_from_its_state():
     assert Progress(epoch=3, epoch_rows=5).epochs == 3.0  # an epoch of unknown length
 
 
-# Durations.
-
-
 @pytest.mark.parametrize(
     ("text", "duration"),
     [

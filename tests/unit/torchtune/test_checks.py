@@ -49,9 +49,6 @@ def check(cfg):
         FullModel().check(skeleton(cfg), cfg)
 
 
-# --- other recipes
-
-
 @pytest.mark.parametrize(
     ("name", "key"),
     [
@@ -64,9 +61,6 @@ def test_a_config_of_another_recipe_is_refused(name, key):
     with pytest.raises(SettingError) as refused:
         check(OmegaConf.load(STOCK / f"{name}.yaml"))
     assert refused.value.key == key
-
-
-# --- keys
 
 
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
@@ -200,9 +194,6 @@ def test_a_file_that_is_not_a_block_of_named_keys_is_refused(tmp_path, text):
     assert (refused.value.key, refused.value.value) == ("--config", str(path))
 
 
-# --- errors of libraries
-
-
 def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
     full = plainly(OSError(errno.ENOSPC, "No space left on device"))
     assert "free disk space" in str(full)
@@ -210,9 +201,6 @@ def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
     assert plainly(KeyError("model")) is None
     ours = SettingError("a", 1, "b")
     assert plainly(ours) is ours
-
-
-# --- several ranks
 
 
 OPTIMIZER = {"optimizer": {"_component_": "torch.optim.AdamW"}, "device": "cuda"}

@@ -73,9 +73,6 @@ def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
     assert str(refused.value).startswith(f"argument={argument!r}: it cannot be read: ")
 
 
-# --- keys and functions of earlier releases
-
-
 FUNCTION = "adaptive_batch.schedules.by_critical_batch"
 
 

@@ -35,9 +35,6 @@ def settings(*blocks):
     return Settings.from_config(config)
 
 
-# --- what is read
-
-
 def test_null_and_absent_keys_mean_torchtunes_behaviour():
     plain = settings()
     assert plain == settings(dict.fromkeys(OURS))
@@ -71,8 +68,6 @@ def test_functions_are_imported_from_classes_and_submodules_and_built_by_blocks(
     function = settings({"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
 
-
-# --- what is refused
 
 NOT_WHOLE = (0, -3, 2.5, True, "some", 10**20)
 NOT_WORDS = ("best", 1, True, ["rows"])
@@ -157,9 +152,6 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_key(key, keys):
     with pytest.raises(SettingError) as refused:
         settings(keys)
     assert refused.value.key == key
-
-
-# --- what follows from the keys
 
 
 def test_dependent_defaults_follow_the_keys_that_they_depend_on():

@@ -104,9 +104,6 @@ def test_a_stock_configuration_of_another_task_is_refused_by_its_key(recipe, pat
     assert refused.value.key == REFUSED[recipe]
 
 
-# --- shipped configurations
-
-
 NAMES = [name for name, _ in shipped_configs()]
 # torchtune's config of the same model.
 MODELS = {

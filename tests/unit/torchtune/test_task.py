@@ -130,9 +130,6 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
     assert task.length(task.synthetic_row(24)) == 24
 
 
-# --- the reference in micro-batches of its own
-
-
 def reference_calls(wired: Wired) -> list[tuple[int, int]]:
     """A list to which each forward of the reference adds its pairs and its padded tokens, from now
     on.
@@ -201,9 +198,6 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
     assert failures > 4
 
 
-# --- what is taken and what is refused
-
-
 @pytest.mark.parametrize(
     ("kind", "keys", "key", "says"),
     [
@@ -243,9 +237,6 @@ def mean_of_batch(
 def test_a_loss_that_is_not_one_of_pairs_is_refused(loss, says):
     with pytest.raises(SettingError, match=says):
         PreferencePairs(config_of_pairs("LoRA"), loss).check(None)
-
-
-# --- distillation
 
 
 CHUNKED = {

@@ -352,9 +352,6 @@ def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
     assert script.trained == script.trials == []
 
 
-# --- splits of the script's own
-
-
 @pytest.mark.parametrize(
     ("split", "says"),
     [
@@ -498,9 +495,6 @@ def test_gradients_are_compared_however_they_come_and_one_warning_says_that_none
     assert not step.is_trial
 
 
-# --- out of memory
-
-
 def test_an_error_of_memory_is_let_through_where_asked():
     model = decoder()
     script = Script(model, most_rows=4)
@@ -508,9 +502,6 @@ def test_an_error_of_memory_is_let_through_where_asked():
     with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
         step(make_batch())
     assert script.rows == [12]
-
-
-# --- what fits
 
 
 def repeated(number: int) -> dict[str, torch.Tensor]:
@@ -547,9 +538,6 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
         too_large.find_bound(optimizer, repeated, device_memory="192KiB")
 
 
-# --- state
-
-
 def test_a_lowered_limit_is_resumed():
     model = decoder()
     script, resumed_script = (Script(model, most_rows=4) for _ in range(2))
@@ -562,9 +550,6 @@ def test_a_lowered_limit_is_resumed():
     resumed(make_batch())
     assert resumed_script.rows == [3, 3, 3, 3]
     assert resumed.state_dict()["sizer"]["num_out_of_memory"] == 2
-
-
-# --- arguments
 
 
 REFUSED = {
@@ -587,9 +572,6 @@ def test_arguments_that_cannot_be_used_are_refused(key):
         arguments = value if isinstance(value, dict) else {key: value}
         with pytest.raises(SettingError, match=f"^{key}="):
             AdaptiveStep(**{"model": nn.Linear(2, 2), "forward_backward": print, **arguments})
-
-
-# --- the usual losses
 
 
 EXACT = 1e-12

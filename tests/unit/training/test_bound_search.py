@@ -165,9 +165,6 @@ def test_functions_models_and_optimizers_of_another_type_are_refused():
             find_max_batch_size(*arguments)
 
 
-# --- functions that try something else
-
-
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_function_without_backward_is_refused_by_each_search(accumulates):
     training = Training()

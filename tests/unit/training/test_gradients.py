@@ -170,9 +170,6 @@ def test_a_failed_attempt_keeps_the_gradients_of_leaves_of_earlier_batches(numbe
         assert_close([own.weight.grad], [head.weight.grad])
 
 
-# --- optimizers that step in backward
-
-
 class StepsInBackward:
     """A hook that steps a parameter and frees its gradient."""
 

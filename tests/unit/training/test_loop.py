@@ -89,9 +89,6 @@ def test_a_dataset_that_grows_in_training_is_refused():
         next(iter(one.loop))
 
 
-# --- what is not finite
-
-
 def spoiled(at: int, **options: Any) -> SimpleNamespace:
     """Training whose loss is NaN when it is computed for the so-manieth time."""
     model, calls = Decoder(), []
@@ -124,9 +121,6 @@ def test_a_step_that_stops_can_be_run_again():
     assert one.optimizer.param_groups[0]["lr"] == RATE
     assert one.loop.run(rows).is_finite
     assert one.loop.progress.steps == 2
-
-
-# --- going on
 
 
 @pytest.mark.parametrize(
@@ -281,9 +275,6 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
     assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
 
 
-# --- steps by tokens, other orders and clocks
-
-
 def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:
     rule = lambda progress: 4 if progress.steps < 1 else 12  # noqa: E731
     larger, smaller = (training(batch_size_schedule=rule) for _ in range(2))
@@ -303,9 +294,6 @@ def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned
         loop.load_state_dict(saved)
     assert one.loop.num_steps(1) == fresh.loop.num_steps(1)
     assert [len(rows) for rows in one.loop] == [len(rows) for rows in fresh.loop]
-
-
-# --- a run log
 
 
 def logged(folder, *, state=None, epochs=2, until=10**9, **options):

@@ -57,8 +57,6 @@ def new_step(model, loss, **arguments):
     return AdaptiveStep(model, forward_backward, micro_batch_size=2, **arguments), parts
 
 
-# --- layouts that are divided
-
 Y = torch.tensor([0, 2, 1, 2])
 IDS = torch.tensor([[1, 2, 3, 4], [1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]])
 MASKED = {"ids": IDS, "attention_mask": (IDS > 0).long(), "y": Y}
@@ -163,9 +161,6 @@ def test_rows_of_any_layout_are_divided(batch, loss):
     assert [part.num_rows for part in parts] == [2, 2]
     assert all(type(part.batch) is type(batch) for part in parts)
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
-
-
-# --- layouts of which the model or the check of the split decides
 
 
 @pytest.mark.parametrize(
@@ -277,9 +272,6 @@ def test_pictures_that_are_as_many_as_their_channels_are_not_divided_by_these():
         assert sum(len(part.batch[0]) for part in parts) == num_rows
         assert relative_error(taken_gradients(model), expected) <= ROUNDING
         parts.clear()
-
-
-# --- containers
 
 
 def pop_y(inner):

@@ -77,9 +77,6 @@ def test_optimizers_rows_and_states_of_another_type_are_refused():
             rate.load_state_dict(state)
 
 
-# --- rates of steps, and what is saved
-
-
 class Recording(SGD):
     """Records the rates that its last step had."""
 
@@ -158,9 +155,6 @@ class Wrapped:
 batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 
-# --- a schedule
-
-
 @every_scheduler
 @pytest.mark.parametrize(("rule", "batch"), [("none", 1), ("linear", 6), ("sqrt", 6)])
 def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
@@ -195,9 +189,6 @@ def test_nothing_accumulates(build, batches, rule):
         assert one.seen == [scale_learning_rate(each, batch, 16, rule) for each in rates(other)]
 
 
-# --- several groups, several optimizers, tensors
-
-
 def test_each_optimizer_keeps_its_own_base():
     several = [optimizer(0.1, 0.3), optimizer(0.02), optimizer(0.1)]
     rate = linear(several, LambdaLR(several[0], cosine))
@@ -223,9 +214,6 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_sha
         assert one.seen == pytest.approx([0.25 * batch / 4] * 2)
         assert one.param_groups[0]["lr"] is kept
         assert rates(one) == pytest.approx([0.25] * 2)
-
-
-# --- what a step leaves
 
 
 def test_a_rate_that_is_written_by_the_step_stays_and_a_step_that_raises_restores_it():
@@ -349,9 +337,6 @@ def test_an_optimizer_without_hooks_or_whose_method_is_replaced_is_scaled_and_re
         assert rates(one) == [0.1]
 
 
-# --- saved and loaded
-
-
 def through_a_file(state):
     file = io.BytesIO()
     torch.save(state, file)
@@ -394,9 +379,6 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
             applied(rate, float(clock), CHANGING[clock])
             ours.step()
             assert (ours.seen, rates(ours)) == trace[clock]
-
-
-# --- refused
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,6 @@ def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_l
     assert found.max_batch_size == expected
 
 
-# --- layouts
-
-
 def llama(**options: Any) -> SimpleNamespace:
     """Training of a small model of transformers, on rows that it names as it does."""
     model = transformers_model().float()

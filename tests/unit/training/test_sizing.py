@@ -173,9 +173,6 @@ def test_the_limit_never_grows_beyond_the_bound_of_longer_rows():
     assert set(run.steps(60)) == {7}
 
 
-# --- a smaller limit
-
-
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 UNITS = st.sampled_from(["rows", "tokens"])
 CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)

@@ -88,9 +88,6 @@ class Step:
         return [parameter.grad for parameter in self.model.parameters()]
 
 
-# what capacity becomes
-
-
 def rows(*lengths):
     return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
 
@@ -105,9 +102,6 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
     assert str(caught.value) == f"{alone}: {SAID}; {MEMORY_REMEDIES}"
     assert step.shapes_run[-1] == (1, 9)
     assert step.gradients() == [None] * len(step.gradients())
-
-
-# what is not run again
 
 
 @pytest.mark.parametrize(

@@ -54,9 +54,6 @@ def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
     assert not events
 
 
-# --- the loss of a full batch
-
-
 STEPS = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 50), st.integers(1, 9)), max_size=60)
 
 
