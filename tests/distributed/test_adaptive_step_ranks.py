@@ -179,12 +179,17 @@ def test_a_split_out_of_memory_on_one_rank_is_retried_on_both():
     assert (first["rows"], second["rows"]) == ([4, 2, 2], [2, 2])
 
 
+def message_of(step: AdaptiveStep, batch: Any, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as refusal:
+        step(batch)
+    return str(refusal.value)
+
+
 def refused() -> tuple[list[str], bool]:
-    """A loss that is the mean over rows, told to be one over labels; rows of which none fits on
+    """A loss that is the mean over rows, given as one over labels; rows of which none fits on
     rank 1; and a hook that may step an optimizer.
     """
     model = divided(Decoder())
-    messages = []
 
     def forward_backward(part: Part) -> None:
         labels = part.batch["labels"]
@@ -197,10 +202,9 @@ def refused() -> tuple[list[str], bool]:
         (torch.stack(losses).mean() * part.share).backward()
 
     batch = collate(rows_of(LENGTHS)[distributed.rank()])
-    try:
-        AdaptiveStep(model, forward_backward, micro_batch_size=3)(batch)
-    except SettingError as error:
-        messages.append(str(error))
+    of_loss = message_of(
+        AdaptiveStep(model, forward_backward, micro_batch_size=3), batch, SettingError
+    )
     has_gradients = any(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad()
     script = Script(model, trials_fit=True)
@@ -208,17 +212,11 @@ def refused() -> tuple[list[str], bool]:
     step(batch)
     model.zero_grad()
     script.most_rows = 0
-    try:
-        step(batch)
-    except DoesNotFitError as error:
-        messages.append(str(error))
+    of_memory = message_of(step, batch, DoesNotFitError)
     script.most_rows = 10**9
     next(model.parameters()).register_post_accumulate_grad_hook(lambda sharded: None)
-    try:
-        AdaptiveStep(model, script, micro_batch_size=3)(batch)
-    except SettingError as error:
-        messages.append(str(error))
-    return messages, has_gradients
+    of_hook = message_of(AdaptiveStep(model, script, micro_batch_size=3), batch, SettingError)
+    return [of_loss, of_memory, of_hook], has_gradients
 
 
 def test_all_ranks_refuse_alike():

@@ -31,22 +31,27 @@ def net() -> LlamaForCausalLM:
     )
 
 
-def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[Any, torch.Tensor]:
+def limited(limit: int | None, ranks: tuple[int, ...] = (1,)) -> LlamaForCausalLM:
+    """Return a model that runs out of memory for more rows than fit, on some ranks."""
     model = net()
     forward = model.forward
 
     @functools.wraps(forward)
-    def limited(*given: Any, **named: Any) -> Any:
-        if limit and distributed.rank() == 1 and len(named["input_ids"]) > limit:
+    def limited_forward(*given: Any, **named: Any) -> Any:
+        if limit and distributed.rank() in ranks and len(named["input_ids"]) > limit:
             torch.empty(2**50, dtype=torch.uint8)
         return forward(*given, **named)
 
-    model.forward = limited
+    model.forward = limited_forward
+    return model
+
+
+def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[Any, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 64, (32, 8), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:
         trainer = kind(
-            model,
+            limited(limit),
             TrainingArguments(
                 folder,
                 per_device_train_batch_size=4,
@@ -108,25 +113,12 @@ class Gathers(AdaptiveTrainer):
 
 def evaluated(kind: type[Trainer], limit: int | None, ranks: tuple[int, ...] = (1,)) -> Any:
     """Metrics and predictions, with memory that runs out on some ranks; or the error's text."""
-    model = net()
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def limited(**named: Any) -> Any:
-        if limit and distributed.rank() in ranks and len(named["input_ids"]) > limit:
-            torch.empty(2**50, dtype=torch.uint8)
-        return forward(**named)
-
-    model.forward = limited
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 64, (30, 8), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:
         arguments = {"per_device_eval_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-        trainer = kind(
-            model,
-            TrainingArguments(folder, report_to="none", **arguments),
-            data_collator=collate,
-        )
+        arguments = TrainingArguments(folder, report_to="none", **arguments)
+        trainer = kind(limited(limit, ranks), arguments, data_collator=collate)
         try:
             output = trainer.predict([{"input_ids": row} for row in rows])
         except DoesNotFitError as error:

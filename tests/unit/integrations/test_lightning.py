@@ -60,20 +60,16 @@ def rows():
     return list(zip(inputs, targets, strict=True))
 
 
+def trainer_in(folder, callbacks, **arguments):
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    device = {"accelerator": "cpu", "devices": 1}
+    arguments |= {**device, **dict.fromkeys(quiet, False), "default_root_dir": folder}
+    return lightning.Trainer(callbacks=list(callbacks), **arguments)
+
+
 def trained(module, folder, callbacks=(), **arguments):
     torch.manual_seed(1)
-    trainer = lightning.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-        callbacks=list(callbacks),
-        **arguments,
-    )
+    trainer = trainer_in(folder, callbacks, max_epochs=2, **arguments)
     trainer.fit(module, DataLoader(rows(), batch_size=8, shuffle=True))
     weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
     return trainer, weights
@@ -305,14 +301,7 @@ class Evaluates(LogsMetrics):
 
 
 def evaluated(module, folder, run):
-    trainer = lightning.Trainer(
-        accelerator="cpu",
-        devices=1,
-        logger=False,
-        enable_progress_bar=False,
-        default_root_dir=folder,
-        callbacks=[AdaptiveCallback()],
-    )
+    trainer = trainer_in(folder, [AdaptiveCallback()])
     return getattr(trainer, run)(module, DataLoader(rows(), batch_size=8))
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import errno
-from pathlib import Path
 
 import pytest
 import torch
-import torchtune
 from omegaconf import OmegaConf
 from support.model_families import Combination
-from torchtune import config
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import FullModel, Job, NextTokens, Settings, use_shipped_config
-from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel, complete
+from adaptive_batch.torchtune import Job, NextTokens, Settings, use_shipped_config
+from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel
 from adaptive_batch.torchtune.configuration import plainly
-from adaptive_batch.torchtune.job import check_keys_of_others
 from adaptive_batch.training import differences
 
-STOCK = Path(torchtune.__file__).parents[1] / "recipes" / "configs"
 SMALL = Combination("qwen2", 32)
 OTHER_BLOCKS = {
     "lr_scheduler": {
@@ -32,35 +27,6 @@ OTHER_BLOCKS = {
         "output_dir": "output",
     },
 }
-
-
-def skeleton(cfg):
-    with torch.device("meta"):
-        return config.instantiate(cfg.model)
-
-
-def check(cfg):
-    """All that is checked of what a configuration trains."""
-    Settings.from_config(cfg)
-    complete(cfg, needs=TO_TRAIN)
-    check_keys_of_others(cfg, NextTokens)
-    NextTokens(cfg, config.instantiate(cfg.loss)).check(None)
-    if "vision" not in cfg.model._component_:  # its builders need torchvision
-        FullModel().check(skeleton(cfg), cfg)
-
-
-@pytest.mark.parametrize(
-    ("name", "key"),
-    [
-        ("llama3_2/1B_lora_single_device", "model"),
-        ("llama3_2/8B_to_1B_KD_lora_single_device", "teacher_model"),
-        ("llama3_1/8B_full_dpo", "ref_checkpointer"),
-    ],
-)
-def test_a_config_of_another_recipe_is_refused(name, key):
-    with pytest.raises(SettingError) as refused:
-        check(OmegaConf.load(STOCK / f"{name}.yaml"))
-    assert refused.value.key == key
 
 
 def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
@@ -88,7 +54,11 @@ REFUSED = {
         "${nowhere}",
         "torchtune.models.qwen2.qwen2",
         {"_component_": "torchtune.models.qwen2.qwen2", "nlayers": 2},
+        # Of other recipes.
+        {"_component_": "torchtune.models.qwen2.lora_qwen2_0_5b", "lora_attn_modules": ["q_proj"]},
     ],
+    "teacher_model": [{"_component_": "torchtune.models.qwen2.qwen2"}],
+    "ref_checkpointer": [{"_component_": "torchtune.training.FullModelHFCheckpointer"}],
     "model.embed_dim": [33, "abc", 10**25],
     "model.num_heads": [0, "abc"],
     "model.num_layers": ["abc"],
@@ -151,7 +121,7 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_key_or_its_block(key, val
 
 def built(cfg):
     """All that is built before weights load."""
-    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
+    job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)), task=NextTokens)
     job.check_model()
     job.optimizer_of_one_weight()
 

@@ -70,14 +70,6 @@ class Script:
         return [part.num_rows for part in self.trained]
 
 
-def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in model.named_parameters()
-        if parameter.grad is not None
-    }
-
-
 def plain_gradients(
     model: nn.Module, batch: Any, loss: Any = mean_loss
 ) -> tuple[dict[str, torch.Tensor], float]:
@@ -123,7 +115,7 @@ def test_parts_have_the_share_of_their_labels_and_none_without_a_label_runs(
     assert [part.share for part in script.trained] == [number / sum(labels) for number in labels]
     assert [part.is_last for part in script.trained] == [False] * (parts - 1) + [True]
     assert float(sum(losses)) == pytest.approx(whole_loss, rel=ROUNDING)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
 def shifted_labels() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -167,7 +159,7 @@ def test_a_weighted_mean_counts_the_weights_of_its_labels(is_tensor):
     AdaptiveStep(model, script, micro_batch_size=3, num_labels=num_labels)(batch)
     assert len(script.trained) == 4
     assert sum(part.share for part in script.trained) == pytest.approx(1.0)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
 @pytest.mark.parametrize(
@@ -220,7 +212,7 @@ def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
     assert sorted(
         number for part in script.trained for number in part.batch["classes"].tolist()
     ) == list(range(12))
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
 class Translation(nn.Module):
@@ -307,8 +299,7 @@ def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
         )
 
     loss(batch).backward()
-    expected = gradients_of(model)
-    model.zero_grad()
+    expected = taken_gradients(model)
 
     def forward_backward(part):
         if not part.is_trial:
@@ -319,7 +310,7 @@ def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
         return (batch["labels"] != IGNORE_INDEX).sum()
 
     AdaptiveStep(model, forward_backward, micro_batch_size=2, num_labels=num_labels)(batch)
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert relative_error(taken_gradients(model), expected) <= ROUNDING
     assert sum(map(num_labels, parts)) == num_labels(batch)
     widths = [part["attention_mask"].shape[1] for part in parts]
     # Rows 2 and 3 are the last part.
@@ -532,7 +523,7 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
     tokens = [part.batch["tokens"].numel() for part in script.trained]
     assert max(tokens) <= found * max(LENGTHS)
     assert (max(script.rows) == found) == (key == "micro_batch_size")
-    assert relative_error(gradients_of(model), expected) <= ROUNDING
+    assert relative_error(taken_gradients(model), expected) <= ROUNDING
     too_large = AdaptiveStep(model, script, micro_batch_size=500)
     with pytest.raises(SettingError, match=r"micro_batch_size=500: .*give \d+ or less"):
         too_large.find_bound(optimizer, repeated, device_memory="192KiB")
