@@ -1,6 +1,4 @@
-"""Ranks that share a model run a batch in parts together, and again together where one runs out of
-memory.
-"""
+"""Ranks that share a model run the parts of a batch together, and retry together."""
 
 from __future__ import annotations
 
@@ -41,9 +39,7 @@ def rows_of(lengths: tuple[tuple[int, ...], ...], *, seed: int = 1) -> list[list
 
 
 def mean_over_ranks(model: Decoder, rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """The mean of the gradients that each rank has of its own rows, as FSDP takes it, by hand on
-    one device.
-    """
+    """Return the mean of each rank's gradients, as FSDP takes it, by hand on one device."""
     of_ranks = [by_hand(model, each)[0] for each in rows]
     return {name: torch.stack([each[name] for each in of_ranks]).mean(0) for name in of_ranks[0]}
 
@@ -186,9 +182,7 @@ def message_of(step: AdaptiveStep, batch: Any, kind: type[Exception]) -> str:
 
 
 def refused() -> tuple[list[str], bool]:
-    """A loss that is the mean over rows, given as one over labels; rows of which none fits on
-    rank 1; and a hook that may step an optimizer.
-    """
+    """Return the messages of a wrong loss, of rows that do not fit on rank 1, and of a hook."""
     model = divided(Decoder())
 
     def forward_backward(part: Part) -> None:

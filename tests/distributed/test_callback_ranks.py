@@ -1,6 +1,4 @@
-"""AdaptiveCallback on two ranks of Lightning trains what Lightning does, and both retry together
-where memory runs out on one.
-"""
+"""AdaptiveCallback on two ranks trains what Lightning does, and both ranks retry together."""
 
 from __future__ import annotations
 
@@ -102,9 +100,7 @@ def fitted(
 
 
 def differences(strategy: str, accumulates: int) -> dict[str, float]:
-    """The largest differences from Lightning's own losses and weights: as it is, and with memory
-    that runs out on one rank; and of rank 0's weights.
-    """
+    """Return the differences from Lightning's own run and from rank 0, whole and in parts."""
     losses, weights = trained(strategy, None, None, accumulates)
     found = {}
     for name, limit in (("whole", None), ("parts", 2)):
@@ -140,9 +136,7 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
 
 
 class Validates(Module):
-    """Under DDP, normalizes by statistics that differ between ranks as a step ends, and runs out of
-    memory on rank 1 in a validation.
-    """
+    """Under DDP, has statistics that differ between ranks, and rank 1 runs out in validation."""
 
     def __init__(self, strategy: str, *, fails: bool) -> None:
         super().__init__(None, is_sharded=strategy != "ddp")

@@ -84,9 +84,7 @@ def collectives_around(model: Any, between: str) -> tuple[int, int]:
 
 
 def replayed_after_own_forward() -> tuple[float, float]:
-    """The losses of a step of an untouched model, and of one whose rank 1 runs out of memory once,
-    after a forward of its own.
-    """
+    """Return the losses of a step without and with an OOM on rank 1 after another forward."""
     losses = []
     for fails in (False, True):
         model = divided(Decoder())
@@ -107,9 +105,7 @@ def replayed_after_own_forward() -> tuple[float, float]:
 
 
 def moved_without_labels() -> tuple[list[float], list[int]]:
-    """Return the change of the parameters in steps with the optimizer in backward: with labels, on
-    one rank alone, with none, with labels.
-    """
+    """Return the changes of steps in backward: with labels, on one rank, with none, with labels."""
     model = divided(Decoder())
     OptimizerInBackward(
         {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}

@@ -1,6 +1,4 @@
-"""AdaptiveLoop on several ranks: trained as on one, retried on all, resumed on another number of
-them.
-"""
+"""AdaptiveLoop trains on several ranks as on one, and all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ UNLABELLED = make_rows(
 
 
 def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A mean whose gradient is not a number where there is no label; that of torch's cross-entropy
-    is zero.
-    """
+    """A mean whose gradient is NaN without labels; that of torch's cross-entropy is zero."""
     labels = batch["labels"][:, 1:]
     picked = (
         model(batch["tokens"])[:, :-1]

@@ -1,6 +1,4 @@
-"""On two ranks the losses of examples/snippets/losses.py have the gradient of the global batch,
-also if one rank runs out of memory in either pass.
-"""
+"""The losses of examples/snippets/losses.py have the gradient of the batch of both ranks."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A step over several ranks leaves the gradients that one device has of all rows, whichever rank
-has which rows, and however micro-batches are laid out.
-"""
+"""A step over ranks has the gradients of one device, however rows and layouts are divided."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""The gradient noise scale over ranks: their samples are those of one device, whichever rank has
-which rows.
-"""
+"""The gradient noise scale over ranks has the samples of one device."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Resume points of several ranks: one writes with the others, and any number of ranks reads what
-any number has written.
-"""
+"""Checkpoints of several ranks: all write, and any number of ranks reads."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ from adaptive_batch.errors import CheckpointError
 
 
 class Small(nn.Module):
-    """Two layers that are sharded alone and a root; sizes that no number of ranks divides, one bias
-    shorter than four ranks.
-    """
+    """Two sharded layers and a root, of sizes that no number of ranks divides."""
 
     def __init__(self, width=7):
         super().__init__()
@@ -69,9 +65,7 @@ class ByColumn(torch.optim.Optimizer):
 
 
 class Wide(nn.Sequential):
-    """On two ranks torchao's 8-bit states are made of the second part of the first weight, and of
-    both parts of the second.
-    """
+    """Of two ranks, the second has 8-bit states of the first weight, and both of the second."""
 
     def __init__(self):
         super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))
@@ -166,9 +160,7 @@ def state_of(model, optimizers, names):
 
 
 def loaded(folder, group, kind=Small, **options):
-    """A model whose tensors are empty and new optimizers, with what the newest point of a folder
-    holds.
-    """
+    """Return an empty model and new optimizers after they loaded the newest checkpoint."""
     model, optimizers, names = made(kind, group, empty=True, **options)
     point = point_in(folder)
     point.load_into({"model": model.state_dict()}, process_group=group)
@@ -233,9 +225,7 @@ def two_ranks(folder):
 
 
 def goes_on(folder, group):
-    """Two steps and two more, at once and with a point between; and whether any rank read more than
-    its part.
-    """
+    """Train four steps at once and with a checkpoint between; return both, and the kinds read."""
     model, optimizers, names = made(Small, group)
     train(model, optimizers)
     train(model, optimizers)
@@ -251,9 +241,7 @@ def goes_on(folder, group):
 
 
 def failures(folder, group):
-    """A disk that is full on one rank, a state that cannot be saved on rank zero, and a save that
-    works after both.
-    """
+    """Fail by a full disk on one rank and by a state that cannot be saved; then save."""
     tree = {"w": sharded_tensor(200_000)}
     points = CheckpointManager(folder, process_group=group, keep_last=1)
     points.save(1, {"w": sharded_tensor(10)}, {"step": 1})
@@ -333,9 +321,7 @@ class Parallel(Small):
 
 
 def two_by_two(folder, group):
-    """Two ways of data parallelism by two of tensor parallelism: load what one process saved, train
-    it, and load what these ranks have saved.
-    """
+    """Load one process's checkpoint into 2 x 2 data and tensor parallel ranks; train; reload."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     of_one = loaded(folder / "parallel one", group, Parallel, groups=1, mesh=mesh)
     facts = {"one, loaded": whole(state_of(*of_one))}

@@ -1,6 +1,4 @@
-"""Memory that runs out on one rank, or on both, at places all over a step and a trial. All places:
-benchmarks/faults_on_ranks.py.
-"""
+"""Out of memory on one rank or both, all over a step; all places: benchmarks/faults_on_ranks.py."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ NUM_STEPS = 6
 
 
 def limits_of_steps() -> list[int]:
-    """Return the limit of each step on a rank, where rank 1 ran out of memory before the
-    first step and waits twice as long before it tries again.
-    """
+    """Return the limit of each step; rank 1 ran out of memory, and waits twice as long to retry."""
     rank = distributed.rank()
     sizer = MicroBatchSizer(micro_batch_size=32, policy=OOMPolicy(grow_after=2 + 2 * rank))
     sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})

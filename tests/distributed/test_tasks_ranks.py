@@ -1,6 +1,4 @@
-"""On several ranks preference pairs and distillation have the gradient of all rows, whatever each
-rank has of them and however it splits its own: the recipes' tasks in float64.
-"""
+"""Preference pairs and distillation on ranks have the gradient of all rows, in float64."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""AdaptiveTrainer on two ranks under DDP trains what Trainer does, and both retry together where
-memory runs out on one.
-"""
+"""AdaptiveTrainer under DDP trains what Trainer does, and both ranks retry together."""
 
 from __future__ import annotations
 
@@ -78,9 +76,7 @@ def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[A
 
 
 def differences(accumulates: int) -> list[float]:
-    """The largest differences from Trainer's own losses and weights: as it is, and with memory that
-    runs out on one rank.
-    """
+    """Return the largest differences from Trainer's losses and weights, whole and in parts."""
     arguments = {"gradient_accumulation_steps": accumulates}
     losses, weights = trained(Trainer, None, **arguments)
     found = []

@@ -1,6 +1,4 @@
-"""Ranks that fail, hang or are killed under torchrun: how each ends, what is printed, and what is
-recorded.
-"""
+"""Ranks that fail, hang or are killed under torchrun: how each ends, and the record of it."""
 
 import json
 import textwrap

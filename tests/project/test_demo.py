@@ -61,11 +61,7 @@ def test_torchtune_and_transformers_give_the_same_tokens(made):
 
 @torch.inference_mode()
 def differences_of_epoch(folder, texts, *, aside):
-    """Load an epoch in Hugging Face format with transformers and with torchtune.
-
-    Returns:
-        The largest difference of logits, and whether the next token is the same at each position.
-    """
+    """Return the largest difference of logits, and which next tokens are equal."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     cfg = OmegaConf.load(config_files()["demo_cpu"])

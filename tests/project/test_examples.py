@@ -66,9 +66,7 @@ def commanded_sizes(example: Path) -> list[str]:
 
 
 def both_outputs(example: Path, other_port: int) -> tuple[str, str]:
-    """The outputs of the example with adaptive_batch, and without at the same batch sizes; ranks
-    meet at another port the second time.
-    """
+    """Return the outputs of the example with adaptive_batch and without, at equal batch sizes."""
     warnings.simplefilter("ignore")
     adaptive = printed_by(example)
     printed = re.search(r"^batch sizes: (.*)$", adaptive, re.MULTILINE)

@@ -1,6 +1,4 @@
-"""Published figures of memory have their sources, and each is estimated or has a reason; all of
-them: benchmarks/published.py.
-"""
+"""Published figures have a source and an estimate or a reason; all: benchmarks/published.py."""
 
 import re
 from collections import Counter

@@ -1,6 +1,4 @@
-"""The batch as a function of progress, through the real command line: what was planned, what was
-said, what was trained.
-"""
+"""Batch schedules through the command line: the plan, the log and the training agree."""
 
 from itertools import pairwise
 

@@ -1,6 +1,4 @@
-"""adaptive_estimate: what a plan on fake tensors says is what trials count, and it needs neither
-weights, files nor a network.
-"""
+"""adaptive_estimate counts what trials count, without weights, files or a network."""
 
 from __future__ import annotations
 

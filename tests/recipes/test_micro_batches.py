@@ -1,6 +1,4 @@
-"""Neither micro-batches, their layouts, nor out-of-memory errors change what a run of the recipe
-trains.
-"""
+"""Micro-batches, their layouts and out-of-memory errors do not change what a recipe trains."""
 
 import pytest
 from support.cli import OURS, figures, losses, records, resume_run, same_weights

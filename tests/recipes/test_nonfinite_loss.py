@@ -1,6 +1,4 @@
-"""A loss that is NaN, through the real command line: it is said, skipped, or ends the run before
-anything is damaged.
-"""
+"""A NaN loss of a recipe is logged, skipped, or ends the run before anything is damaged."""
 
 import math
 
@@ -25,9 +23,7 @@ def same(tensors, others):
 
 @pytest.mark.parametrize("gradients_alone", [False, True])
 def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gradients_alone):
-    """Its rows are consumed: what comes after is the training of an optimizer that has not seen the
-    step.
-    """
+    """Its rows are consumed; the optimizer has not seen the step."""
     settings = (
         *SPOILED,
         f"loss.gradients_alone={gradients_alone}",

@@ -1,6 +1,4 @@
-"""Preference pairs on two ranks: one that runs out of memory in the reference costs all of them a
-retry.
-"""
+"""Preference pairs on two ranks: out of memory in one rank's reference costs all a retry."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A run that is ended anywhere and goes on, through the real command line: to the same bits, or
-with a reason why not.
-"""
+"""A recipe that ends anywhere resumes to the same bits, or is refused with the reason."""
 
 import json
 import re
@@ -170,9 +168,7 @@ def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole):
 
 
 def two_runs(small, whole):
-    """Return a folder in which a run has ended, and another was killed before it removed that
-    run; and the names of both.
-    """
+    """Return a folder with an ended run and a killed one that was replacing it, and both names."""
     folder = small.fresh_folder()
     ends_early(small, folder, "seed=8", *DROPOUT, *asking_to_end(4))
     for path in (*whole.output_dir.glob("step_*"), *whole.output_dir.glob("epoch_*")):

@@ -1,6 +1,4 @@
-"""Rows that cannot be used, and rows that are not what they were when they were counted, through
-the real command line.
-"""
+"""Rows that a recipe cannot use, and rows whose lengths have changed since they were counted."""
 
 import re
 from itertools import accumulate

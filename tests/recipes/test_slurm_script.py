@@ -1,7 +1,4 @@
-"""The script for Slurm, with srun and scontrol played on one machine: it passes a signal on,
-requeues a run that was asked to end, and resumes it. One that is done or has failed it leaves
-alone.
-"""
+"""The Slurm script, with srun and scontrol played: it requeues only a run that was asked to end."""
 
 import json
 import os

@@ -1,6 +1,4 @@
-"""Validation during training: the loss on rows that are not trained on, with no trace in
-training.
-"""
+"""Validation during training has the loss of other rows and leaves no trace in training."""
 
 import math
 import re

@@ -264,9 +264,7 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
 
 
 def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
-    """Every prefix of the files, in the order in which they are written, and every file
-    cut short.
-    """
+    """Keep every prefix of the files, in their order of writing, with the last one cut short."""
     save(tmp_path / "whole", 1, 2)
     written = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
     for number, name in enumerate(written):

@@ -1,6 +1,4 @@
-"""The state of optimizers has the names of the parameters, and comes back from whatever form it was
-saved in.
-"""
+"""Optimizer states have the names of parameters and load into any form of the optimizer."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Batches for a script's own loader: each row once an epoch, whatever grows, is read ahead, or is
-resumed.
-"""
+"""AdaptiveBatches have each row once an epoch while they grow, are prefetched, or resume."""
 
 from __future__ import annotations
 
@@ -72,9 +70,7 @@ def loader_of(batches: AdaptiveBatches, **options: Any) -> DataLoader[Any]:
 def train(
     batches: AdaptiveBatches, *, epochs: int = EPOCHS, until: int = 10**9, **options: Any
 ) -> list[tuple[int, list[int]]]:
-    """Train to the end of so many epochs, or until so many steps are done: the epoch and the rows
-    of each step.
-    """
+    """Train until these epochs or steps are done; return the epoch and the rows of each step."""
     seen = []
     loader = loader_of(batches, **options)
     while batches.progress.epoch < epochs and batches.progress.steps < until:

@@ -1,6 +1,4 @@
-"""Each row once an epoch, in torchtune's order, in batches of any sizes, from any position; and
-alike whether an epoch is walked ahead of training or trained.
-"""
+"""Batches have each row once an epoch, from any position, and alike in a dry run and training."""
 
 import pytest
 import torch

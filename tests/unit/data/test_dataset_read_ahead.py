@@ -1,6 +1,4 @@
-"""Rows that a thread reads before they are asked for: the same rows, errors and draws as without
-it.
-"""
+"""Rows that a thread prefetches: the same rows, errors and draws as without it."""
 
 import os
 import random
@@ -43,9 +41,7 @@ class Squares:
 
 
 class Epoch:
-    """Takes the rows of an epoch step by step, in an order, and says which come next, as a planner
-    does.
-    """
+    """Takes the rows of an epoch step by step, and names the next ones, as a planner does."""
 
     def __init__(self, dataset, *, order=None, position=0):
         self.order = list(range(len(dataset))) if order is None else order
@@ -70,9 +66,7 @@ class Epoch:
 
 
 def started(dataset):
-    """An epoch in the dataset's own order, whose first rows have been taken and watched; one more
-    has been read ahead.
-    """
+    """Return an epoch whose first rows are taken and watched, with one more row prefetched."""
     epoch = Epoch(ReadAhead(dataset))
     assert epoch.take(WATCHED - 1) + epoch.take(1) == [number * number for number in range(WATCHED)]
     wait_until(lambda: not threads())

@@ -1,6 +1,4 @@
-"""Every row of a step once, in as few micro-batches as what fits at once allows, and on ranks that
-wait little for each other.
-"""
+"""Each row of a step is in one micro-batch, of as few as fit, and ranks have equal work."""
 
 import pytest
 import torch

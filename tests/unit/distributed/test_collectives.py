@@ -59,9 +59,7 @@ class Dying:
 
 
 def names_of(attempt, store, size):
-    """Return the names that the ranks of an attempt have for it. A rank with a method ends when it
-    calls this method of the store.
-    """
+    """Return each rank's name of an attempt; a rank ends as it calls its method of the store."""
 
     def named(rank):
         ends_at = attempt.get(rank)

@@ -34,9 +34,7 @@ def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tens
 
 
 def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
-    """As torchtune saves them: only the optimizer that its scheduler was built around knows the
-    base.
-    """
+    """As torchtune saves them: only the scheduler's own optimizer knows the base."""
     several = [optimizer(0.1) for _ in range(3)]
     LambdaLR(several[0], third)
     for one in several:

@@ -131,9 +131,7 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
 
 
 def reference_calls(wired: Wired) -> list[tuple[int, int]]:
-    """A list to which each forward of the reference adds its pairs and its padded tokens, from now
-    on.
-    """
+    """Return a list to which each forward of the reference adds its pairs and its padded tokens."""
     calls: list[tuple[int, int]] = []
     logits = wired.trainer.reference_logits
 

@@ -15,9 +15,7 @@ from adaptive_batch.torchtune.trainer import Validation
 
 
 class UnreadableRows:
-    """Rows of which none can be read; counts how often ranks are asked whether a length has
-    changed.
-    """
+    """Rows that cannot be read; counts how often ranks are asked for changed lengths."""
 
     num_recounts = 0
 

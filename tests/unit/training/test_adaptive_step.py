@@ -42,9 +42,7 @@ def run_out_of_memory() -> None:
 
 
 class Script:
-    """A `forward_backward` function that remembers its parts; memory runs out above `most_rows`,
-    after backward where that is asked for, else before it.
-    """
+    """A `forward_backward` that keeps its parts and runs out of memory above `most_rows`."""
 
     def __init__(
         self, model: nn.Module, *, loss: Any = None, most_rows: int = 10**9, backward: bool = False

@@ -1,6 +1,4 @@
-"""The largest batch whose whole step fits, of a script that has a function, an optimizer and a
-sample.
-"""
+"""The search of a script: the largest batch whose whole step fits."""
 
 from __future__ import annotations
 

@@ -19,9 +19,7 @@ class Left:
 
 
 def left_behind():
-    """Return a reference to what only a collection of the oldest generation frees; torch itself
-    collects the younger ones after it has compiled.
-    """
+    """Return a reference to an object that only a collection of the oldest generation frees."""
     left = Left()
     gc.collect(1)
     return weakref.ref(left)

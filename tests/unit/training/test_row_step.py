@@ -77,9 +77,7 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
 
 
 class Captions(nn.Module):
-    """Tokens, and tiles of pictures that lie beside them: `[rows, tiles, 16]`, or `[tiles, 16]` of
-    all rows.
-    """
+    """Tokens beside tiles of pictures: `[rows, tiles, 16]`, or `[tiles, 16]` of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
