@@ -21,17 +21,12 @@ def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def net() -> LlamaForCausalLM:
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    return LlamaForCausalLM(
-        LlamaConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, **shape)
-    )
-
-
 def limited(limit: int | None, ranks: tuple[int, ...] = (1,)) -> LlamaForCausalLM:
     """Return a model that runs out of memory for more rows than fit, on some ranks."""
-    model = net()
+    torch.manual_seed(0)
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, **heads))
     forward = model.forward
 
     @functools.wraps(forward)

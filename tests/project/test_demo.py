@@ -30,13 +30,6 @@ def held_out_texts(directory):
     return [text for row in rows for text in row.values()]
 
 
-def tokenizer_of(directory, **changed):
-    """The tokenizer as the shipped configuration builds it."""
-    cfg = OmegaConf.load(config_files()["demo_cpu"])
-    cfg.demo_dir = str(directory)
-    return config.instantiate(cfg.tokenizer, **changed)
-
-
 def test_no_held_out_docstring_is_trained_on(made):
     train = demo.read_rows(made / "data" / "train.jsonl")
     held_out = demo.read_rows(made / "data" / "held_out.jsonl")
@@ -47,7 +40,9 @@ def test_no_held_out_docstring_is_trained_on(made):
 def test_torchtune_and_transformers_give_the_same_tokens(made):
     from transformers import AutoTokenizer
 
-    ours = tokenizer_of(made)
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
+    cfg.demo_dir = str(made)
+    ours = config.instantiate(cfg.tokenizer)
     theirs = AutoTokenizer.from_pretrained(made / "base")
     for text in [
         *held_out_texts(made),

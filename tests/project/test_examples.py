@@ -24,7 +24,6 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 # test_one_file.py tests the example that does not import the package.
 EXAMPLES = sorted(set((ROOT / "examples").glob("*.py")) - {ROOT / "examples" / "one_file.py"})
-PAGE = ROOT / "docs" / "loops.md"
 SNIPPETS = sorted((ROOT / "examples" / "snippets").glob("*.py"))
 RANKS = {"fsdp2": 2}
 MOST_STATEMENTS = 10

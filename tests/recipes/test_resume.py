@@ -540,13 +540,6 @@ def test_other_rows_or_labels_and_an_optimizer_in_backward_are_refused(small, wh
 # --- on another device, or with another batch
 
 
-def resumed_steps(folder):
-    """The steps since the last start."""
-    found = records(folder, "start", "step")
-    begin = max(number for number, record in enumerate(found) if record["kind"] == "start")
-    return found[begin + 1 :]
-
-
 def test_a_schedule_keeps_the_configured_batch_of_the_checkpoint(small):
     keys = (
         "batch_size_schedule._component_=adaptive_batch.schedules.seesaw",
@@ -591,12 +584,10 @@ def test_the_epoch_starts_again_if_steps_of_tokens_would_hold_other_rows(small, 
     assert last_start(folder)["resumed"] is False
     resume_run(small, folder, *BY_TOKENS, *after, f"resume_allow_changes=[{key}]")
     (said,) = records(folder, "epoch_restarted")
-    rows = [
-        row
-        for step in resumed_steps(folder)
-        if step["epoch"] == said["epoch"]
-        for row in step["rows"]
-    ]
+    found = records(folder, "start", "step")
+    begin = max(number for number, record in enumerate(found) if record["kind"] == "start")
+    steps = [step for step in found[begin + 1 :] if step["epoch"] == said["epoch"]]
+    rows = [row for step in steps for row in step["rows"]]
     assert sorted(rows) == list(range(32))
     found = audit(folder)
     assert found.holds, found.problems

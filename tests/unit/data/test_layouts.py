@@ -71,14 +71,6 @@ LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
 CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
 
 
-def may_hold(capacity, rows, length):
-    return (rows if capacity.unit == "rows" else rows * length) <= capacity.amount
-
-
-def holds(capacity, piece):
-    return len(piece.rows) == 1 or may_hold(capacity, len(piece.rows), piece.length)
-
-
 @given(LENGTHS, CAPACITIES, SHAPES)
 def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
     lengths, capacity, shapes
@@ -89,7 +81,9 @@ def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
     assert len(rows) == 1 or shapes.uniform not in ("rows", "both")
     assert len(padded) == 1 or shapes.uniform not in ("lengths", "both")
     for piece in pieces:
-        assert holds(capacity, piece)
+        num_rows = len(piece.rows)
+        held = num_rows if capacity.unit == "rows" else num_rows * piece.length
+        assert num_rows == 1 or held <= capacity.amount
         assert piece.rows == sorted(piece.rows)
         assert piece.length >= max(lengths[row] for row in piece.rows)
         whole = piece.length % shapes.pad_to_multiple_of == 0
@@ -156,14 +150,6 @@ def pieces_of_ranks(lengths, dealt, capacity, shapes=None):
     return [micro_batches([lengths[row] for row in rows], capacity, shapes) for rows in dealt]
 
 
-def shapes_of(pieces):
-    return [(len(piece.rows), piece.length) for piece in pieces]
-
-
-def most_pieces(lengths, dealt, capacity, shapes=None):
-    return max(map(len, pieces_of_ranks(lengths, dealt, capacity, shapes)))
-
-
 @given(st.integers(0, 60), RANKS)
 def test_in_turn_rows_are_those_of_torchs_distributed_sampler(num_rows, ranks):
     whole = num_rows - num_rows % ranks
@@ -209,7 +195,8 @@ def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(
 ):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     alone = len(micro_batches(lengths, capacity, shapes))
-    assert most_pieces(lengths, dealt, capacity, shapes) <= -(-alone // ranks)
+    most = max(map(len, pieces_of_ranks(lengths, dealt, capacity, shapes)))
+    assert most <= -(-alone // ranks)
 
 
 def test_few_rows_are_dealt_as_by_hand():
@@ -226,7 +213,8 @@ def test_few_rows_are_dealt_as_by_hand():
     dealt = balance_by_tokens(lengths, 2, capacity)
     assert dealt == [[1, 2, 5, 6, 9, 11], [0, 3, 4, 7, 8, 10]]
     pieces = pieces_of_ranks(lengths, dealt, capacity)
-    assert list(map(shapes_of, pieces)) == [[(2, 41), (4, 3)], [(2, 39), (4, 2)]]
+    shapes = [[(len(piece.rows), piece.length) for piece in of_rank] for of_rank in pieces]
+    assert shapes == [[(2, 41), (4, 3)], [(2, 39), (4, 2)]]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4, 8])

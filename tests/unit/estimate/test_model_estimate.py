@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from array import array
 from fractions import Fraction
+from functools import partial
 
 import pytest
 import torch
@@ -260,12 +261,6 @@ def test_the_trace_is_a_snapshot_of_pytorch(tmp_path):
 
 
 MIB = 2**20
-RESIDENT = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
-
-
-def length_of(per_row, fixed=64 * MIB):
-    curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row), 0),))
-    return LengthEstimate(512, RESIDENT, curve, fixed + per_row, None)
 
 
 def step_log(rows, each, *, steps=3):
@@ -277,17 +272,14 @@ def step_log(rows, each, *, steps=3):
     return log
 
 
-def bounds(each=32 * MIB, **settings):
-    length = length_of(each, fixed=67 * MIB)
-    made = ReplayedBounds(
-        length, lambda rows: step_log(rows, each), AllocatorSettings(**settings), maximum=4096
-    )
-    return length, made
-
-
 @given(mib=st.integers(0, 2000), each=st.integers(1, 300))
 def test_the_result_is_the_largest_that_fits(mib, each):
-    length, made = bounds(each * MIB)
+    fixed, per_row = 67 * MIB, each * MIB
+    resident = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
+    curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row), 0),))
+    length = LengthEstimate(512, resident, curve, fixed + per_row, None)
+    logs = partial(step_log, each=per_row)
+    made = ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096)
     fit = made.fit(mib * MIB)
     most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
     assert fit.max_batch_size <= most

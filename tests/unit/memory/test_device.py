@@ -178,12 +178,6 @@ def peak_by_profiler(training, run):
     return before + peak
 
 
-def peak_by_counting(training, run):
-    with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
-        run()
-    return usage.peak_bytes
-
-
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("optimizer", ["AdamW fused", "AdamW foreach"])
@@ -191,7 +185,7 @@ def test_counting_agrees_with_the_allocator(optimizer, dtype, checkpointing):
     training = Training(Case(optimizer, dtype=dtype, checkpointing=checkpointing, resumed=True))
     for run in (lambda: training.forward_backward(160), training.step):
         expected = peak_by_profiler(training, run)
-        assert peak_by_counting(training, run) == pytest.approx(expected, rel=1e-3)
+        assert counted(run, *resident(training)).peak_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def counted(run, *held, budget_bytes=PLENTY):

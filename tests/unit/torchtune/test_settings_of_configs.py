@@ -129,17 +129,13 @@ MODELS = {
 }
 
 
-def shipped(name):
-    return OmegaConf.load(config_files()[name])
-
-
 def test_every_shipped_config_is_looked_at_here():
     assert set(NAMES) == {*MODELS, "demo_cpu"}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_shipped_config_is_well_formed_and_shows_our_keys_with_their_defaults(name):
-    cfg = shipped(name)
+    cfg = OmegaConf.load(config_files()[name])
     config.validate(cfg)
     if name in MODELS:
         assert cfg.model == OmegaConf.load(STOCK / f"{MODELS[name]}.yaml").model

@@ -218,10 +218,6 @@ def compile_layers(model, backend=QUICK):
         module.compile(backend=backend)
 
 
-def num_compiled():
-    return counters["stats"]["unique_graphs"]
-
-
 def compare_packs(build, *, name="tokens", backend=QUICK, tolerance):
     """Compare packs in compiled code with those in eager code; return the graphs after each."""
     model, compiled = build(), build()
@@ -234,7 +230,7 @@ def compare_packs(build, *, name="tokens", backend=QUICK, tolerance):
             loss_and_gradients(one, dict(batch), lengths) for one in (compiled, model)
         )
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-        graphs.append(num_compiled())
+        graphs.append(counters["stats"]["unique_graphs"])
     return graphs
 
 

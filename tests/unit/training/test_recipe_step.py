@@ -153,10 +153,6 @@ def squared_norm(gradients):
     )
 
 
-def numbers(sample):
-    return {name: float(value) for name, value in vars(sample).items()}
-
-
 LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 
@@ -195,7 +191,7 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
         assert result.noise is None
         return
     per_row = int(first.num_labels) / len(small)
-    assert numbers(result.noise) == {
+    assert {name: float(value) for name, value in vars(result.noise).items()} == {
         "small_rows": len(small),
         "small_squared_norm": pytest.approx(
             squared_norm(of_first), rel=1e-6
