@@ -8,27 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import (
-    train,
-    training,
-)
+from support.loops import train, training
 from support.processes import run_on_ranks
-from support.sharded_model import (
-    Decoder,
-    divided,
-    make_rows,
-    relative_error,
-    whole_parameters,
-)
+from support.sharded_model import Decoder, divided, make_rows, relative_error, whole_parameters
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from adaptive_batch import distributed
-from adaptive_batch.errors import (
-    SettingError,
-)
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import at_epochs
 from adaptive_batch.training import AdaptiveLoop
 

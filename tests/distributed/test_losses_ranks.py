@@ -18,10 +18,7 @@ from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 EXACT = 1e-12
 LENGTHS = [5, 9, 4, 8, 7, 12, 6]
 # Rows of each rank, by the number of ranks.
-ROWS = {
-    2: (range(5), range(5, 7)),
-    4: (range(3), range(3, 4), range(4, 6), range(6, 7)),
-}
+ROWS = {2: (range(5), range(5, 7)), 4: (range(3), range(3, 4), range(4, 6), range(6, 7))}
 
 
 def shared(page: Page, how: str) -> None:

@@ -211,10 +211,7 @@ def _everything() -> dict[str, Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[
-        pytest.param(2, marks=pytest.mark.slow),
-        pytest.param(4, marks=pytest.mark.nightly),
-    ],
+    params=[pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)],
     ids=lambda n: f"{n} ranks",
 )
 def ranks(request):

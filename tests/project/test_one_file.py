@@ -58,10 +58,7 @@ def train_with_the_package(model, memory_bytes, most_rows):
         maximum=len(rows),
     )
     batches = AdaptiveBatches(
-        rows,
-        one_file.BATCH_SIZE,
-        batch_increase_function=one_file.rows_to_add,
-        maximum=step.sizer,
+        rows, one_file.BATCH_SIZE, batch_increase_function=one_file.rows_to_add, maximum=step.sizer
     )
     loader = DataLoader(
         rows,
@@ -97,11 +94,7 @@ def train_with_one_file(model, memory_bytes, most_rows):
     ("memory", "most_rows"),
     [
         pytest.param("7MiB", {}, id="each batch is split"),
-        pytest.param(
-            "32MiB",
-            {2: 9, 3: 10**9},
-            id="the batch grows, and steps are repeated",
-        ),
+        pytest.param("32MiB", {2: 9, 3: 10**9}, id="the batch grows, and steps are repeated"),
     ],
 )
 def test_losses_and_weights_equal_those_of_the_package_bit_for_bit(new_model, memory, most_rows):

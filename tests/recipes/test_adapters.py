@@ -98,10 +98,7 @@ def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
         ),
         ("model", (*LORA, "model.embed_dim=33")),
         ("model", (*LORA, "model.lora_attn_modules=[]")),
-        (
-            "checkpointer.adapter_checkpoint",
-            (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt"),
-        ),
+        ("checkpointer.adapter_checkpoint", (*LORA, "checkpointer.adapter_checkpoint=nowhere.pt")),
     ],
     ids=lambda value: str(value[-1:]) if isinstance(value, tuple) else value,
 )

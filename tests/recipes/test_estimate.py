@@ -9,10 +9,7 @@ import socket
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.model_families import (
-    MODELS,
-    Combination,
-)
+from support.model_families import MODELS, Combination
 from torch._subclasses.fake_tensor import FakeTensor
 from torchtune import config
 from torchtune.data import padded_collate_packed
@@ -172,16 +169,8 @@ REFUSED = [
         {"estimate": {"world_size": 4}, **TENSOR_PARALLEL, "tensor_parallel_dim": 4},
     ),
     ("tensor_parallel_dim", "qwen2, tied", {"estimate": FEW_LENGTHS, **TENSOR_PARALLEL}),
-    (
-        "tensor_parallel_plan",
-        "llama3",
-        {"estimate": FEW_LENGTHS, **TENSOR_PARALLEL, **OF_A_LIST},
-    ),
-    (
-        "tensor_parallel_plan",
-        "llama3",
-        {"estimate": FEW_LENGTHS, **TENSOR_PARALLEL, **OF_NOTHING},
-    ),
+    ("tensor_parallel_plan", "llama3", {"estimate": FEW_LENGTHS, **TENSOR_PARALLEL, **OF_A_LIST}),
+    ("tensor_parallel_plan", "llama3", {"estimate": FEW_LENGTHS, **TENSOR_PARALLEL, **OF_NOTHING}),
     (
         "custom_sharded_layers",
         "qwen2, tied",

@@ -48,7 +48,7 @@ REFUSED = {
         "batch_increase_function=nowhere.f",
     ],
     "batch_increase_function._component_": [
-        f"batch_increase_function._component_={COMPONENTS}.four_more",
+        f"batch_increase_function._component_={COMPONENTS}.four_more"
     ],
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
@@ -132,9 +132,7 @@ REFUSED = {
     "lr_scaling": [f"{SEESAW} lr_scaling=linear"],
     "max_steps_per_epoch": [f"{SEESAW} max_steps_per_epoch=3"],
     f"{SCHEDULE}.maximum": [f"{SEESAW} {SCHEDULE}.maximum=2"],
-    "scale_with_batch.beta2": [
-        f"{SCALED} optimizer=torch.optim.SGD ~optimizer.fused",
-    ],
+    "scale_with_batch.beta2": [f"{SCALED} optimizer=torch.optim.SGD ~optimizer.fused"],
     "scale_with_batch.weight_decay": [f"{SCALED} optimizer.weight_decay=0"],
     "lr_scheduler": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw micro_batch_size=8",
@@ -168,9 +166,7 @@ REFUSED = {
         "tokenizer.max_seq_len=2",
     ],
     "dataset.train_on_input": ["dataset.train_on_input=maybe"],
-    "tokenizer": [
-        "tokenizer.path=/nowhere/vocab.json",
-    ],
+    "tokenizer": ["tokenizer.path=/nowhere/vocab.json"],
     "loss": [
         f"{CROSS_ENTROPY} loss.reduction=Mean",
         f"{CROSS_ENTROPY} loss.reduction=sum",

@@ -41,8 +41,7 @@ def test_an_invalid_row_ends_the_run_and_is_named(small, row):
 def test_an_invalid_row_of_validation_ends_the_run_and_is_named(small):
     own = ("dataset_val._component_=support.components.WithOddRow", "dataset_val.row=long")
     with pytest.raises(
-        SettingError,
-        match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY['long']}",
+        SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY['long']}"
     ):
         small.run_in_process(OURS, *PLAIN, *own, "run_val_every_n_steps=2")
 

@@ -5,13 +5,7 @@ import re
 
 import pytest
 from support import components
-from support.cli import (
-    LOG,
-    OURS,
-    losses,
-    records,
-    same_weights,
-)
+from support.cli import LOG, OURS, losses, records, same_weights
 
 from adaptive_batch.errors import DoesNotFitError
 

@@ -31,13 +31,7 @@ def test_an_existing_file_is_not_overwritten_and_no_folder_is_made(tmp_path, des
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [
-        ("qwen2_5_0.5B", "qwen2_5_0_5B"),
-        ("zzz", "phi4_14B"),
-    ],
-)
+@pytest.mark.parametrize(("name", "near"), [("qwen2_5_0.5B", "qwen2_5_0_5B"), ("zzz", "phi4_14B")])
 def test_an_unknown_name_is_refused_with_the_nearest_names(tmp_path, name, near):
     with pytest.raises(SettingError, match=near) as refused:
         copy_config(name, tmp_path)

@@ -94,10 +94,7 @@ def test_a_few_rows_are_planned_as_by_hand(lengths, max_tokens, arguments, batch
 
 @pytest.mark.parametrize(
     ("arguments", "key"),
-    [
-        ({"max_tokens": 5}, "batch_tokens=5: "),
-        ({"min_rows": 2}, "min_rows_per_batch=2: "),
-    ],
+    [({"max_tokens": 5}, "batch_tokens=5: "), ({"min_rows": 2}, "min_rows_per_batch=2: ")],
 )
 def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, key):
     arguments = {"lengths": [5, 6, 7], "max_tokens": 10, **arguments}

@@ -71,8 +71,7 @@ def assert_reserves_alike(expected, got, *, rel):
 
 
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in LOGS],
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in LONG else []) for case in LOGS]
 )
 def test_the_log_equals_the_requests_to_the_allocator(case):
     name, rows, tokens, micro_batches, overrides = LOGS[case]

@@ -77,11 +77,7 @@ def trained(module, folder, callbacks=(), **arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [
-        {},
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},
-        {"precision": "bf16-mixed"},
-    ],
+    [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
     ids=["plain", "accumulation, clipping", "bf16"],
 )
 def test_where_nothing_is_split_it_has_lightnings_own_bits(tmp_path, arguments):

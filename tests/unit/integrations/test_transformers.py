@@ -619,10 +619,7 @@ def test_a_batch_that_grows_is_that_of_a_loop_with_adaptive_batches(tmp_path):
         model, trainer.args, train_dataset=rows(), data_collator=collate
     ).create_optimizer()
     batches = AdaptiveBatches(
-        rows(),
-        3,
-        batch_increase_function=geometric(2.0),
-        sampling=Sampling(seed=trainer.args.seed),
+        rows(), 3, batch_increase_function=geometric(2.0), sampling=Sampling(seed=trainer.args.seed)
     )
     num_steps = batches.num_steps(3)
     schedule = get_linear_schedule_with_warmup(optimizer, 0, num_steps)

@@ -215,10 +215,7 @@ def test_the_largest_size_with_retries_is_reported(tmp_path):
         return Trial(rows, rows <= 9, 100 * rows if rows <= 9 else None, retried=9 < rows <= 12)
 
     result = run_search(run_trial, search=BinarySearch(maximum=20))
-    assert (result.max_batch_size, result.max_batch_size_with_retries) == (
-        9,
-        10,
-    )
+    assert (result.max_batch_size, result.max_batch_size_with_retries) == (9, 10)
     assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
     assert "max_batch_size_with_retries: 10 (" in result.table()
     Store(tmp_path / "probe.json").put("a", result.record())

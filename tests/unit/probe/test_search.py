@@ -153,9 +153,7 @@ def maxima_of_lines(draw: st.DrawFn) -> tuple[int, Peak, int]:
 
 @examples(300)
 @given(maxima_of_lines())
-def test_any_maximum_of_lines_is_found_to_a_percent(
-    curve: tuple[int, Peak, int],
-) -> None:
+def test_any_maximum_of_lines_is_found_to_a_percent(curve: tuple[int, Peak, int]) -> None:
     resident, peak, budget = curve
     search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
 

@@ -65,10 +65,7 @@ def test_records_are_read_lazily_and_a_torn_line_is_none(tmp_path):
 def test_the_log_of_another_open_run_is_refused(tmp_path):
     path = tmp_path / "adaptive_batch" / "run.jsonl"
     with RunLog(path.parents[1]) as first:
-        with pytest.raises(
-            SettingError,
-            match="output_dir=",
-        ):
+        with pytest.raises(SettingError, match="output_dir="):
             RunLog(path.parents[1])
         first.event("still", "written")
     with RunLog(path.parents[1]) as second:

@@ -7,15 +7,7 @@ from support.cli import SmallSetup
 from support.preferences import LORA, write_pairs
 
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import (
-    Data,
-    Job,
-    LimitFinder,
-    RunStore,
-    Settings,
-    Trainer,
-    builder_of,
-)
+from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer, builder_of
 from adaptive_batch.torchtune.configuration import merged
 
 

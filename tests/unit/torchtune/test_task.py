@@ -176,10 +176,7 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
     for operation in range(1, 400, 23):
         mode = RunsOutAt(operation)
         faulted = job_on_pairs(
-            kind,
-            rows,
-            limit=MicroBatchLimit(4),
-            reference_limit=MicroBatchLimit(len(rows)),
+            kind, rows, limit=MicroBatchLimit(4), reference_limit=MicroBatchLimit(len(rows))
         )
         reference = faulted.trainer.engine.reference
         with mode:

@@ -39,12 +39,7 @@ def test_a_rank_that_fails_in_validation_begins_no_collective_alone() -> None:
     settings = SimpleNamespace(
         batch_size_val=2, run_val_every_n_steps=1, validated_rows=lambda rows, ranks: rows
     )
-    job = SimpleNamespace(
-        settings=settings,
-        ranks=1,
-        device=torch.device("cpu"),
-        memory=None,
-    )
+    job = SimpleNamespace(settings=settings, ranks=1, device=torch.device("cpu"), memory=None)
     data = SimpleNamespace(
         dataset_val=rows, loss_val=lambda loss: loss, layout_val=MicroBatchLayout()
     )

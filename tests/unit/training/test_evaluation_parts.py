@@ -11,13 +11,7 @@ from adaptive_batch.training import EvaluationParts
 
 def evaluation_of(model, join=torch.cat):
     return EvaluationParts(
-        model,
-        split=None,
-        num_labels=None,
-        is_exact=True,
-        join=join,
-        fix="",
-        options=StepOptions(),
+        model, split=None, num_labels=None, is_exact=True, join=join, fix="", options=StepOptions()
     )
 
 
