@@ -48,7 +48,7 @@ class _Outcome(NamedTuple):
 
     Attributes:
         usage: memory of the part; None if it does not fit on some rank.
-        retried: whether the allocator of this rank freed its cache and retried.
+        retried: whether it does not fit only because an allocator freed its cache and retried.
         held_bytes: peak of this rank before an OOM; None without an OOM or if unknown.
     """
 
@@ -399,30 +399,25 @@ class DryRun:
                 raise self._does_not_fit(part, f"more than {format_bytes(budget_bytes)}")
             raise self._lost(part, message, budget_bytes)
         fits = not (ran_out or retried)
-        fits_everywhere = self._agree_on_fit(fits, part, budget_bytes)
-        return _Outcome(usage if fits_everywhere else None, retried, held_bytes)
-
-    def _agree_on_fit(self, fits: bool, part: str, budget_bytes: int) -> bool:
-        """Free the memory of a part that does not fit on some rank; return whether it fits on all.
-        A collective.
-
-        Raises:
-            RankLostError: memory ran out in the cleanup.
-        """
         try:
             if not fits:
                 self._drop_gradients()
                 recover(self._memory)
                 self._sharding.finish()
-            fits_everywhere = not distributed.any_of_ranks(not fits)
+            any_ran_out, any_retried = map(
+                bool, distributed.all_reduce_max([int(ran_out), int(retried)])
+            )
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
             raise self._lost(f"the cleanup after {part}", str(error), budget_bytes) from error
-        if fits and not fits_everywhere:
+        if not (any_ran_out or any_retried):
+            return _Outcome(usage, False, None)
+        if fits:
+            # Another rank has run out of memory.
             self._drop_gradients()
             self._memory.release()
-        return fits_everywhere
+        return _Outcome(None, not any_ran_out, held_bytes)
 
     def _lost(self, part: str, message: str, budget_bytes: int) -> RankLostError:
         first_line, _, _ = message.partition("\n")

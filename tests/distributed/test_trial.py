@@ -9,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from support.fakes import FakeBackend
 from support.fault_injection_on_ranks import Training, Way
 from support.processes import run_on_ranks
 from support.sharded_model import Row, make_rows, training_state
 
 from adaptive_batch import distributed
-from adaptive_batch.probe import BinarySearch, Trial, run_search
+from adaptive_batch.memory.device import AcceleratorMemory
+from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
 
 pytestmark = pytest.mark.slow
 
@@ -97,6 +99,27 @@ def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
     }
 
 
+def with_retries_on_rank_one() -> Trial:
+    model = torch.nn.Linear(2, 2)
+    backend = FakeBackend(total=2**40)
+
+    def forward_backward(size: int) -> None:
+        model(torch.ones(size, 2)).sum().backward()
+        backend.retries += size == 4 and distributed.rank() == 1
+
+    optimizer = torch.optim.SGD(model.parameters())
+    with DryRun(
+        model=model,
+        optimizer=optimizer,
+        forward_backward=forward_backward,
+        step=optimizer.step,
+        accumulates=False,
+        memory=AcceleratorMemory(torch.device("cpu"), backend=backend),
+        budget_bytes=2**39,
+    ) as trial:
+        return trial(4)
+
+
 def everything() -> dict[bool, dict[str, Any]]:
     # A release collects garbage, and imported objects need not be traversed each time.
     gc.collect()
@@ -144,3 +167,9 @@ def test_an_evaluation_that_exceeds_the_budget_of_one_rank_fits_on_none(failing)
         alone, later = found["peaks"]
         assert later == pytest.approx(alone, abs=HELD_BYTES)
         assert found["traces"] == []
+
+
+def test_a_size_that_needs_retries_on_one_rank_needs_retries_on_all():
+    for trial in run_on_ranks(with_retries_on_rank_one, 2):
+        assert not trial.fits
+        assert trial.retried
