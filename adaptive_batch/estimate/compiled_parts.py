@@ -121,7 +121,7 @@ class CompiledParts:
         with ExitStack() as contexts:
             # Without duplicates: a shared module is replaced once.
             for module in list(dict.fromkeys(_compiled_modules(model))):
-                if self._can_estimate(module):
+                if self._keep_or_leave_out(module):
                     contexts.enter_context(replaced(module, **self._replacements(module)))
             for module in model.modules():
                 forward = vars(module).get("forward")
@@ -133,8 +133,8 @@ class CompiledParts:
                 contexts.callback(torch.compiler.reset)
             yield
 
-    def _can_estimate(self, module: nn.Module) -> bool:
-        """Return whether a compiled module can be estimated; name one that cannot in `left_out`."""
+    def _keep_or_leave_out(self, module: nn.Module) -> bool:
+        """Return whether a compiled module can be estimated; if not, name it in `left_out`."""
         name = type(module).__name__
         compiled: Any = module._compiled_call_impl
         if _is_wrapper(module):

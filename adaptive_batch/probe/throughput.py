@@ -169,7 +169,7 @@ class FastestSearch:
             for share in _SHARES:
                 amount = max(smallest.amount, int(share * largest.amount))
                 choice = Choice(layout, replace(largest, amount=amount))
-                if self._is_new(choice):
+                if self._keep_if_new(choice):
                     choices.append(choice)
         while choices:
             self._time(choices)
@@ -223,7 +223,7 @@ class FastestSearch:
                 pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
         return pieces, layout
 
-    def _is_new(self, choice: Choice) -> bool:
+    def _keep_if_new(self, choice: Choice) -> bool:
         """Keep the micro-batches of a choice; return False if an earlier one has the same."""
         pieces = self._cut(choice)
         if pieces in self._pieces.values():
@@ -293,7 +293,7 @@ class FastestSearch:
             if smallest == fastest or none_fits:
                 half = Choice(layout, replace(smallest.limit, amount=_amount(smallest) // 2))
                 least, _ = self._limits(layout)
-                if half.limit.amount >= least.amount and self._is_new(half):
+                if half.limit.amount >= least.amount and self._keep_if_new(half):
                     smaller.append(half)
         if smaller and fastest is not None:
             smaller.append(fastest)

@@ -31,9 +31,6 @@ class SavedGradients:
         earlier: current gradients of the model's parameters.
         drop: function that clears the model's gradients.
         own_leaves: function that returns the leaves that the model has.
-
-    Attributes:
-        is_split: whether the batch runs in several parts, so that no hook may step an optimizer.
     """
 
     def __init__(
@@ -45,7 +42,6 @@ class SavedGradients:
         self._earlier = earlier
         self._drop = drop
         self._own_leaves = own_leaves
-        self.is_split = False
         # Leaves outside of the model with their earlier gradients, by id; if a reference is dead,
         # another leaf may have its id.
         self._external: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
@@ -53,9 +49,13 @@ class SavedGradients:
             parameter.grad = None
 
     @contextmanager
-    def watch_backward(self) -> Iterator[None]:
+    def watch_backward(self, *, is_split: bool = False) -> Iterator[None]:
         """Context manager: before a backward adds to the gradient of a leaf that the model does not
         have, set this gradient aside.
+
+        Args:
+            is_split: whether the batch runs in several parts, so that no hook may step an
+                optimizer.
 
         Raises:
             SettingError: the batch is split, and a leaf has a hook that may step an optimizer.
@@ -70,18 +70,18 @@ class SavedGradients:
         def set_aside_and_run(roots: Any, *arguments: Any, **options: Any) -> Any:
             # torch.autograd.grad accumulates nothing.
             if options.get("accumulate_grad", True):
-                self._set_aside_external(roots)
+                self._set_aside_external(roots, is_split)
             return run_backward(roots, *arguments, **options)
 
         with replaced(torch.autograd, **{name: set_aside_and_run}):
             yield
 
-    def _set_aside_external(self, roots: Any) -> None:
+    def _set_aside_external(self, roots: Any, is_split: bool) -> None:
         own = set(map(id, self._own_leaves()))
         for leaf in _leaves_of(roots):
             if id(leaf) in own:
                 continue
-            if self.is_split:
+            if is_split:
                 check_hooks([leaf])
             reference, _ = self._external.get(id(leaf), (None, None))
             is_set_aside = reference is not None and reference() is leaf

@@ -499,7 +499,7 @@ class Step:
             self.largest_size = 0
 
         try:
-            with self.compiling(), saved.watch_backward():
+            with self.compiling():
                 for attempt in self.runner.attempts(undo=undo, doing="in a step"):
                     with attempt:
                         if self.runner.num_failures:
@@ -530,10 +530,10 @@ class Step:
             # A forward of the user's own validation leaves parameters gathered.
             self.sharding.reset()
         is_split = plan.number > 1
-        self.saved_gradients.is_split = is_split
         if is_split:
             check_hooks(self.own_leaves())
-        with optimizers_wait() if is_split else nullcontext():
+        optimizers = optimizers_wait() if is_split else nullcontext()
+        with optimizers, self.saved_gradients.watch_backward(is_split=is_split):
             self.plan = plan = weighting.begin(plan)
             largest_size = max(map(attrgetter("size"), plan.micro_batches), default=0)
             if largest_size > self.largest_size:
