@@ -8,30 +8,30 @@ import base64
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from adaptive_batch import __version__
-from adaptive_batch._util import atomic_write
+from adaptive_batch._util import atomic_write, from_json
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
 from .auditing import audit_records
 from .picture import (
     RunData,
     as_number,
-    describe_bound,
     draw_picture,
     estimate_panels,
     mean_window,
-    probe_panels,
     run_panels,
+    search_panels,
 )
-from .run_log import last_run, read_records
+from .run_log import Entry, last_run, read_records
 
 if TYPE_CHECKING:
     from adaptive_batch.estimate import MemoryEstimate
+    from adaptive_batch.probe import ProbeResult
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 # Number of first and of last events of one kind in the table.
@@ -64,21 +64,19 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         remedy = "give a file that ends in .html in an existing folder"
         raise SettingError("--output", str(page), remedy)
     has_log = (folder / "run.jsonl").is_file()
-    probe = read_probe(folder / "probe.json")
+    records = read_records(folder / "run.jsonl") if has_log else []
+    run, _ = last_run(records)
+    search = last_search(run.entries, folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
-    if not has_log and probe is None and estimate is None:
+    if not has_log and search is None and estimate is None:
         remedy = (
             "it has no adaptive_batch/run.jsonl, probe.json or estimate.json; give the output_dir"
             " of a run"
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
-    records = read_records(folder / "run.jsonl") if has_log else []
-    run, _ = last_run(records)
     data = RunData.from_entries(run.entries)
     settings: object = None
     for entry in run.entries:
-        # The log has the run's own search; a later `adaptive_probe` may have written probe.json.
-        probe = entry.record.get("search", probe)
         if entry.kind == "config":
             settings = entry.record.get("settings")
     # The name of a folder can have bytes that are no text, which a page cannot hold.
@@ -86,8 +84,8 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     panels = run_panels(data)
     # Only the panels of the run mark events.
     events = sorted({mark for mark, _ in data.marks()}) if panels else []
-    if probe:
-        panels = [*probe_panels(probe), *panels]
+    if search:
+        panels = [*search_panels(search), *panels]
     if estimate:
         panels = [*estimate_panels(estimate), *panels]
     picture = draw_picture(panels, heading=name, events=events)
@@ -97,7 +95,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
     text = template.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         version=__version__,
-        facts=run_facts(data, probe),
+        facts=run_facts(data, search),
         picture=base64.b64encode(picture).decode(),
         estimate=estimate,
         settings=settings if isinstance(settings, dict) else {},
@@ -121,24 +119,36 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
     _write(path, picture, key="output_dir")
 
 
-def read_probe(path: Path) -> dict[str, Any] | None:
-    """Return the newest result in a ``probe.json``; None if it is missing or unreadable."""
+def last_search(entries: Sequence[Entry], path: Path) -> ProbeResult | None:
+    """Return the last search of a run for its batch, or the newest one in a ``probe.json``; None
+    if it is missing or damaged.
+    """
+    # Imports torch, which the audit does not need.
+    from adaptive_batch.probe import ProbeResult
+
+    # The log has the run's own search; a later `adaptive_probe` may have written probe.json.
+    logged = [
+        entry.record["search"]
+        for entry in entries
+        if entry.kind == "bound" and "search" in entry.record
+    ]
     try:
-        probe = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        record = logged[-1] if logged else json.loads(path.read_text(encoding="utf-8"))
+        search: ProbeResult = from_json(ProbeResult, record)
+    except (OSError, ValueError, TypeError):
         return None
-    return probe if isinstance(probe, dict) else None
+    return search
 
 
-def run_facts(data: RunData, probe: Mapping[str, Any] | None) -> dict[str, str]:
+def run_facts(data: RunData, search: ProbeResult | None) -> dict[str, str]:
     """Return the recorded facts of a run by name."""
     starts = [entry.record for entry in data.entries if entry.kind == "start"]
     all_steps = [entry for entry in data.entries if entry.kind == "step"]
     steps = [entry.record for entry in all_steps if entry.counts]
     marks = [mark for mark, _ in data.marks()]
     facts: dict[str, object] = {}
-    if probe:
-        facts["bound"] = describe_bound(probe)
+    if search:
+        facts["bound"] = search.bound
     if starts:
         facts |= {
             "rows": starts[-1].get("rows"),

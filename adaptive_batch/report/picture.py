@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from adaptive_batch.estimate import MemoryEstimate
+    from adaptive_batch.probe import ProbeResult
 
 _GIB = 2**30
 # The Okabe-Ito colours, distinguishable by colour-blind readers.
@@ -198,51 +199,33 @@ def _draw_metric(
         axes.plot(xs, ys, label=label, marker=marker, **style)
 
 
-def probe_panels(probe: Mapping[str, Any]) -> list[Panel]:
+def search_panels(search: ProbeResult) -> list[Panel]:
     """Return the panel of the trials of a search, if it has any."""
-    trials = probe.get("trials")
-    budget_bytes = as_number(probe.get("budget_bytes"))
-    budget = budget_bytes / _GIB if 0 < budget_bytes < 2**64 else math.nan
-    # Rows and peak of the trials that fit (True), and of those that do not.
-    points: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for trial in trials if isinstance(trials, list) else ():
-        rows = as_number(trial.get("batch_size")) if isinstance(trial, Mapping) else math.nan
-        if math.isfinite(rows):
-            peak = as_number(trial.get("peak_bytes")) / _GIB
-            # An OOM has no peak; draw it at the budget.
-            if math.isnan(peak):
-                peak = budget
-            points[trial.get("fits") is True].append((rows, peak))
+    budget = search.budget_bytes / _GIB
 
     def draw(axes: Axes) -> None:
         for colour, fits, label, marker in (
             (_COLOURS[0], True, "fits", "o"),
             (_COLOURS[1], False, "does not fit", "X"),
         ):
-            if points[fits]:
-                xs, ys = zip(*points[fits], strict=True)
-                axes.scatter(xs, ys, color=colour, marker=marker, label=label)
-        if budget > 0:
-            allowed = f"{format_bytes(budget_bytes)} allowed"
-            axes.axhline(budget, color=_COLOURS[-1], linestyle="--", label=allowed)
+            trials = [trial for trial in search.trials if trial.fits == fits]
+            # An OOM has no peak; draw it at the budget.
+            peaks = [
+                budget if trial.peak_bytes is None else trial.peak_bytes / _GIB for trial in trials
+            ]
+            rows = [trial.batch_size for trial in trials]
+            if trials:
+                axes.scatter(rows, peaks, color=colour, marker=marker, label=label)
+        allowed = f"{format_bytes(search.budget_bytes)} allowed"
+        axes.axhline(budget, color=_COLOURS[-1], linestyle="--", label=allowed)
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("rows at once")
         axes.set_ylabel("peak memory (GiB)")
         axes.legend()
 
-    title = f"Trials of the search: {describe_bound(probe)} rows fit"
-    return [Panel(title, draw)] if any(points.values()) else []
-
-
-def describe_bound(probe: Mapping[str, Any]) -> str:
-    """Format the result of a search; a plus means that it stopped at the configured maximum."""
-    bound = as_number(probe.get("max_batch_size"))
-    # False for nan, which stands for a missing or invalid value.
-    if not 0 < bound < 10**9:
-        return "no known"
-    is_at_maximum = bound >= as_number(probe.get("maximum")) > 0
-    return f"{bound:,.0f}+" if is_at_maximum else f"{bound:,.0f}"
+    title = f"Trials of the search: {search.bound} rows fit"
+    return [Panel(title, draw)] if search.trials else []
 
 
 def estimate_panels(estimate: MemoryEstimate) -> list[Panel]:

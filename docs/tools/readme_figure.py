@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.page import read_probe
-from adaptive_batch.report.picture import RunData, draw_picture, probe_panels, run_panels
+from adaptive_batch.report.page import last_search
+from adaptive_batch.report.picture import RunData, draw_picture, run_panels, search_panels
 from adaptive_batch.report.run_log import last_run
 
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"
@@ -28,7 +28,9 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
     run, _ = last_run(read_records(record / "run.jsonl"))
     panels = run_panels(RunData.from_entries(run.entries))
     rows = [panel for panel in panels if panel.title == "Rows per step"]
-    trials = probe_panels(read_probe(record / "probe.json") or {})
+    search = last_search(run.entries, record / "probe.json")
+    assert search is not None, "the run has searched"
+    trials = search_panels(search)
     sheet = draw_picture([*trials, *rows], heading="make demo")
     Path(picture).write_bytes(sheet)
 

@@ -6,26 +6,24 @@ import json
 import math
 from pathlib import Path
 
+from adaptive_batch.probe import ProbeResult, Trial
+
 NASTY = "<script>alert(\"x\")</script> & <b>bold</b> 'quoted'"
-PROBE = {
-    "format": 1,
-    "fingerprint": "0",
-    "max_batch_size": 24,
-    "batch_size": 16,
-    "trials": [
-        {"batch_size": 1, "fits": True, "peak_bytes": 2 * 2**30, "optimizer_peak_bytes": 2**30},
-        {"batch_size": 32, "fits": False, "peak_bytes": None, "optimizer_peak_bytes": None},
-        {"batch_size": 24, "fits": True, "peak_bytes": 13 * 2**30, "optimizer_peak_bytes": 2**30},
-        {"batch_size": 16, "fits": True, "peak_bytes": 9 * 2**30, "optimizer_peak_bytes": 2**30},
-    ],
-    "seconds": [0.1, 0.2, 0.3, 0.2],
-    "sequence_length": 512,
-    "resident_bytes": 2**30,
-    "budget_bytes": 14 * 2**30,
-    "from_cache": False,
-    "bytes_per_row": 2**29,
-    "earlier": [],
-}
+SEARCH = ProbeResult(
+    max_batch_size=24,
+    batch_size=16,
+    trials=(
+        Trial(1, True, 2 * 2**30, 2**30),
+        Trial(32, False),
+        Trial(24, True, 13 * 2**30, 2**30),
+        Trial(16, True, 9 * 2**30, 2**30),
+    ),
+    seconds=(0.1, 0.2, 0.3, 0.2),
+    sequence_length=512,
+    resident_bytes=2**30,
+    budget_bytes=14 * 2**30,
+)
+PROBE = {"format": 1, "fingerprint": "0", **SEARCH.record(), "earlier": []}
 
 
 class Records:

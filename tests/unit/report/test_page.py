@@ -9,11 +9,12 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 from PIL import Image
-from support.run_records import NASTY, PROBE, Records, full_records
+from support.run_records import NASTY, PROBE, SEARCH, Records, full_records
 from support.targets import counted
 
 from adaptive_batch.__main__ import main
@@ -30,8 +31,8 @@ def run_of(records: Records):
     return last_run([json.loads(line) for line in records.lines])[0]
 
 
-def facts(records: Records, probe=None):
-    return run_facts(RunData.from_entries(run_of(records).entries), probe)
+def facts(records: Records, search=None):
+    return run_facts(RunData.from_entries(run_of(records).entries), search)
 
 
 def short(num_steps=5, **values) -> Records:
@@ -43,7 +44,7 @@ def short(num_steps=5, **values) -> Records:
 
 
 def test_the_page_begins_with_the_facts_of_the_run():
-    found = facts(full_records(), PROBE)
+    found = facts(full_records(), SEARCH)
     assert found["rows"] == "4,096"
     assert (found["epochs"], found["steps"], found["samples"]) == ("1", "600", "28,800")
     assert (found["bound"], found["first batch"], found["last batch"]) == ("24", "16", "64")
@@ -51,7 +52,14 @@ def test_the_page_begins_with_the_facts_of_the_run():
     assert found["final val_loss"] == "2.467"
     # Without the ten hours between the stop and the restart.
     assert found["time"] == "0:05:36"
-    assert facts(Records(), {**PROBE, "maximum": 24})["bound"] == "24+"
+    assert facts(Records(), replace(SEARCH, maximum=24))["bound"] == "24+"
+
+
+def test_the_bound_is_that_of_training_not_of_validation(tmp_path):
+    records = short(1)
+    for kind, rows in (("bound", 24), ("validation_bound", 16)):
+        records.add(kind, message="", search=replace(SEARCH, max_batch_size=rows).record())
+    assert "<dt>bound</dt><dd>24</dd>" in write_report(records.write(tmp_path))[0].read_text()
 
 
 def test_all_text_is_escaped(tmp_path):
