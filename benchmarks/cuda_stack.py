@@ -41,7 +41,7 @@ from adaptive_batch.estimate import (
     estimate_length,
     parse_devices,
 )
-from adaptive_batch.torchtune import Settings, builder_of, set_up_process
+from adaptive_batch.torchtune import Settings, set_up_process
 from adaptive_batch.torchtune.estimates import Estimator
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
@@ -157,7 +157,7 @@ class Estimated:
     def opened(self) -> Iterator[Estimated]:
         """Build the step whose allocations are logged."""
         settings = Settings.from_config(self._cfg)
-        estimator = Estimator(self._cfg, settings, [self.device], builder_of(self._cfg))
+        estimator = Estimator(self._cfg, settings, [self.device])
         with estimator._run(self._cfg, [self._length], 1, self.device) as run:
             settings = run.job.settings
             is_auto = settings.micro_batch_limit == "auto"

@@ -42,7 +42,7 @@ from torchtune.training.metric_logging import DiskLogger
 
 from adaptive_batch.config_files import config_files
 from adaptive_batch.report import read_records
-from adaptive_batch.torchtune import NextTokens, builder_of
+from adaptive_batch.torchtune import NextTokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import demo
@@ -349,7 +349,7 @@ def stock_recipe(cfg: DictConfig) -> Any:
 
 
 def our_recipe(cfg: DictConfig) -> AdaptiveFullFinetuneRecipe:
-    recipe = AdaptiveFullFinetuneRecipe(cfg, builder_of(cfg), task=NextTokens)
+    recipe = AdaptiveFullFinetuneRecipe(cfg, task=NextTokens)
     recipe.setup()
     return recipe
 

@@ -15,12 +15,12 @@ from __future__ import annotations
 from adaptive_full_finetune import main
 from omegaconf import DictConfig
 
-from adaptive_batch.torchtune import Distillation, builder_of, run_recipe
+from adaptive_batch.torchtune import Distillation, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; key=value arguments override the YAML config."""
-    main(cfg, builder_of(cfg), task=Distillation)
+    main(cfg, task=Distillation)
 
 
 if __name__ == "__main__":

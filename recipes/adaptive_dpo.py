@@ -14,12 +14,12 @@ from __future__ import annotations
 from adaptive_full_finetune import main
 from omegaconf import DictConfig
 
-from adaptive_batch.torchtune import PreferencePairs, builder_of, run_recipe
+from adaptive_batch.torchtune import PreferencePairs, run_recipe
 
 
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; key=value arguments override the YAML config."""
-    main(cfg, builder_of(cfg), task=PreferencePairs)
+    main(cfg, task=PreferencePairs)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,6 @@ from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
 from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import (
-    FullModel,
-    builder_of,
     check_output_dir,
     estimate_devices,
     no_component_exits,
@@ -26,20 +24,17 @@ from adaptive_batch.torchtune import (
 )
 
 
-def estimate(cfg: DictConfig, *, builder: FullModel | None = None) -> MemoryEstimate:
+def estimate(cfg: DictConfig) -> MemoryEstimate:
     """Estimate the memory, print the tables and write the files.
 
     Args:
         cfg: configuration from YAML and key=value arguments.
-        builder: builder of the model; None for the builder of the configured model.
 
     Raises:
         SettingError: a setting is invalid, or a component cannot run on fake tensors.
     """
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
-    result = estimate_devices(
-        cfg, save=lambda estimated: estimated.save(path), builder=builder or builder_of(cfg)
-    )
+    result = estimate_devices(cfg, save=lambda estimated: estimated.save(path))
     print(f"\nwritten to {path} in {result.seconds:.1f} s")
     figure_path = path.with_suffix(".png")
     try:

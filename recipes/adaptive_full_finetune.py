@@ -55,7 +55,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     Args:
         cfg: configuration from YAML and key=value arguments.
-        builder: builder of the model; None for full fine-tuning.
+        builder: builder of the model; None for that of the configuration.
         task: training task, such as next-token prediction.
         watch: watchdog of this rank; None with one rank.
 
@@ -96,7 +96,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # A preview needs no weights and leaves no files.
         if self.settings.preview:
             self.preview.show(self.limit_finder)
-            self.store.show_refusal(self.resumed.name)
             return
         self._setup_log()
         self._setup_model()
@@ -153,7 +152,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and search for limits."""
-        self.trainer = Trainer.load(self.job, self.data, self.store, self.sizer)
+        self.trainer = Trainer.load(self.job, self.data, self.store.weights, self.sizer)
         self.saver.check(self.trainer)
         # find_limits() below restores them from the checkpoint.
         self.saver.register("limits", self.sizer)
@@ -312,7 +311,7 @@ def main(
 
     Args:
         cfg: configuration from YAML and key=value arguments.
-        builder: builder of the model; None for full fine-tuning.
+        builder: builder of the model; None for that of the configuration.
         task: training task, such as next-token prediction.
     """
     run_training(
@@ -322,7 +321,7 @@ def main(
 
 def recipe_main(cfg: DictConfig) -> None:
     """Run the recipe; key=value arguments override the YAML config."""
-    main(cfg)
+    main(cfg, FullModel())
 
 
 if __name__ == "__main__":

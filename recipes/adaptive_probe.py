@@ -18,14 +18,12 @@ from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     Data,
-    FullModel,
     Job,
     LimitFinder,
     RunStore,
     Settings,
     Trainer,
     all_ranks,
-    builder_of,
     check_output_dir,
     run_recipe,
     show_details,
@@ -39,7 +37,7 @@ def say(text: str) -> None:
         print(text)
 
 
-def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeResult]:
+def probe(cfg: DictConfig) -> list[ProbeResult]:
     """Set up training, and search once per sequence length.
 
     Returns:
@@ -54,14 +52,14 @@ def probe(cfg: DictConfig, *, builder: FullModel | None = None) -> list[ProbeRes
     for message in without_effect(settings, cfg).values():
         say(message)
     check_output_dir(cfg.output_dir)
-    job = Job(cfg, settings, builder or builder_of(cfg))
+    job = Job(cfg, settings)
     training.set_seed(seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None))
     data = Data.read(job)
     data.check_rows()
     limit_finder = LimitFinder(job, data)
     store = RunStore(job)
     limit_finder.check()
-    trainer = Trainer.load(job, data, store, data.new_sizer())
+    trainer = Trainer.load(job, data, store.weights, data.new_sizer())
     trainer.check_layout()
     store.load_optimizer(trainer)
     results = []

@@ -15,7 +15,7 @@ from .launch import (
 )
 from .limit_finder import LimitFinder
 from .log import StepMonitor, TrainingLog, build_profiler, record_memory_history
-from .model import AdapterModel, FullModel, builder_of
+from .model import AdapterModel, FullModel
 from .preview import TrainingPreview
 from .rate import build_rate
 from .resume import ResumedRun
@@ -46,7 +46,6 @@ __all__ = [
     "all_ranks",
     "build_profiler",
     "build_rate",
-    "builder_of",
     "check_output_dir",
     "estimate_devices",
     "no_component_exits",

@@ -170,11 +170,8 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
     with _refuse_unreadable("--config", path):
         cfg: Any = OmegaConf.load(path)
-    # torchtune's parser passes on all keys as arguments, and has one named config itself.
-    are_names = all(isinstance(key, str) and key != "config" for key in cfg)
-    if not (isinstance(cfg, DictConfig) and are_names):
-        remedy = "give a block of keys, as in torchtune's configs, with names other than config"
-        raise SettingError("--config", path, remedy)
+    if not isinstance(cfg, DictConfig):
+        raise SettingError("--config", path, "give a block of keys, as in torchtune's configs")
     # torchtune removes keys (~key) before it sets others, wherever they stand. Apply the arguments
     # one by one in this order, so that an error names its argument.
     for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):

@@ -4,17 +4,14 @@ rows.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
-from pathlib import Path
 from types import NoneType
 from typing import Any
 
 import torch
-from datasets.exceptions import DatasetGenerationError
 from omegaconf import DictConfig, ListConfig
 from torch.utils.data import ConcatDataset
 from torchtune import config
@@ -512,34 +509,8 @@ def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
         except StopIteration:
             # `datasets` raises it for an empty file. count_rows() refuses the empty dataset.
             dataset = []
-        except DatasetGenerationError as error:
-            # A broken line is the usual cause; the error of `datasets` does not show its number.
-            _check_lines(f"{key}.data_files", block.get("data_files"), error)
-            raise
         count_rows(dataset, key=key, name=name)
     return dataset
-
-
-def _check_lines(key: str, data_files: Any, cause: Exception) -> None:
-    """Raise SettingError for the first line of local files in JSON Lines that is not JSON.
-
-    Args:
-        key: key of the files.
-        data_files: path, list of paths, or None.
-        cause: error of reading the files.
-    """
-    paths = [data_files] if isinstance(data_files, str) else [*(data_files or ())]
-    for path in paths:
-        if not str(path).endswith(".jsonl") or not Path(path).is_file():
-            continue
-        with Path(path).open(encoding="utf-8-sig", errors="replace") as file:
-            for number, line in enumerate(file, 1):
-                try:
-                    # Empty lines are allowed.
-                    json.loads(line.strip() or "{}")
-                except ValueError as error:
-                    problem = f"line {number} is not JSON ({error}); correct it, or remove it"
-                    raise SettingError(key, str(path), problem) from cause
 
 
 def _names(cfg_dataset: Any) -> str:

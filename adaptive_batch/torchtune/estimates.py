@@ -45,7 +45,6 @@ from .checks import (
 from .configuration import instantiate, merged
 from .fake_run import FakeRun
 from .job import task_of
-from .model import FullModel
 from .settings import Settings
 
 
@@ -54,7 +53,6 @@ def estimate_devices(
     *,
     show: Callable[[str], object] = print,
     save: Callable[[MemoryEstimate], object] = lambda estimate: None,
-    builder: FullModel | None = None,
 ) -> MemoryEstimate:
     """Estimate the memory on the devices of ``estimate.devices``, without weights, network or
     accelerator.
@@ -63,7 +61,6 @@ def estimate_devices(
         cfg: configuration: YAML and key=value.
         show: function that is called with each table as soon as it is ready.
         save: function that is called with the estimate, and again when it has the single changes.
-        builder: builder of the model; None for full fine-tuning.
 
     Raises:
         SettingError: a setting cannot be used, or a component cannot run on fake tensors.
@@ -77,7 +74,7 @@ def estimate_devices(
         raise SettingError("estimate.devices", estimate_settings.devices, remedy)
     for message in without_effect(settings, cfg).values():
         show(message)
-    estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices), builder)
+    estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices))
     show("the training step runs on fake tensors")
     lengths, devices, run = estimator.estimate_lengths()
     estimate = MemoryEstimate(
@@ -123,11 +120,9 @@ class Estimator:
         cfg: DictConfig,
         settings: Settings,
         devices: Sequence[EstimatedDevice],
-        builder: FullModel | None = None,
     ) -> None:
         self._cfg = cfg
         self._settings = settings
-        self._builder = builder
         self._on_accelerator = not str(cfg.device).startswith("cpu")
         if self._on_accelerator and not str(cfg.device).startswith("cuda"):
             raise SettingError("device", cfg.device, "give cuda, which is ROCm's name too, or cpu")
@@ -309,5 +304,4 @@ class Estimator:
                     Settings.from_config(cfg),
                     fake_device,
                     reads_data=reads_data,
-                    builder=self._builder,
                 )

@@ -54,7 +54,6 @@ class FakeRun:
         device: fake device.
         reads_data: whether rows come from the configured dataset; else they are synthetic, and no
             file is read.
-        builder: builder of the model; None for full fine-tuning.
 
     Attributes:
         device: fake device.
@@ -70,7 +69,6 @@ class FakeRun:
         device: FakeDevice,
         *,
         reads_data: bool,
-        builder: FullModel | None = None,
     ) -> None:
         self.device = device
         self._compiled_parts = CompiledParts(device)
@@ -90,7 +88,6 @@ class FakeRun:
         self.job = Job(
             self._config_on_cpu(cfg),
             settings,
-            builder,
             needs=TO_PLAN,
             with_values=self._with_values,
         )

@@ -18,7 +18,7 @@ from adaptive_batch.memory import DeviceMemory, check_segments, device_memory
 
 from .checks import TO_TRAIN, complete
 from .configuration import component_of, instantiate, refusing
-from .model import FullModel, SecondModel, num_token_embeddings
+from .model import FullModel, SecondModel, builder_of, num_token_embeddings
 from .settings import Settings
 from .task import Distillation, NextTokens, PreferencePairs, Task, takes_pairs
 
@@ -34,7 +34,7 @@ class Job:
     Args:
         cfg: configuration; torchtune's defaults are filled in.
         settings: its keys, checked.
-        builder: builder of the model; None for full fine-tuning.
+        builder: builder of the model; None for that of the configuration.
         task: task of the run; None for the task of the loss.
         needs: keys that must be set.
         with_values: wrapper of functions that make batches. Runs on fake tensors give one that lets
@@ -60,7 +60,7 @@ class Job:
         complete(cfg, needs=needs)
         self.cfg = cfg
         self.settings = settings
-        self.builder = builder or FullModel()
+        self.builder = builder or builder_of(cfg)
         self.with_values = with_values
         self.ranks = distributed.data_parallel_size()
         with refusing("device", cfg.device, "give cuda or cpu", problem="it cannot be used"):

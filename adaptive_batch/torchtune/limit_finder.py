@@ -22,7 +22,7 @@ from adaptive_batch._util import (
 )
 from adaptive_batch.data import Batches, mean_rows
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, GIB, RandomState, tensors_in
+from adaptive_batch.memory import ALLOCATOR_VARIABLES, RandomState, tensors_in
 from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
 from adaptive_batch.training import (
     REFERENCE,
@@ -428,12 +428,9 @@ class LimitFinder:
             kind,
             f"probe of {target}:\n{result.table()}",
             max_batch_size=result.max_batch_size,
-            sequence_length=result.sequence_length,
             trials=len(result.trials),
             out_of_memory=result.num_out_of_memory,
             seconds=round(sum(result.seconds), 2),
-            peak_bytes=result.peak_bytes(),
-            budget_gib=round(result.budget_bytes / GIB, 3),
             from_cache=result.from_cache,
             search=result.record(),
         )

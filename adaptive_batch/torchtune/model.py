@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from typing import Any, cast
@@ -39,26 +39,20 @@ from .configuration import component_of, instantiate, one_line, refusing
 from .model_files import ModelFiles
 
 
-class Weights(ABC):
+@dataclass(frozen=True)
+class Weights:
     """Source of a model's weights.
 
     Attributes:
-        in_checkpoint: whether a checkpoint holds the trained weights, for :meth:`load_shards`.
+        load_base: function that returns the state dict of the model, or of the base of adapters; a
+            collective. Rank 0 has all tensors. The dict is empty on other ranks, and on rank 0 if a
+            checkpoint holds the whole model.
+        load_shards: function that loads this rank's shards of :meth:`FullModel.state` from the
+            checkpoint that holds the trained weights; a collective. None without a checkpoint.
     """
 
-    in_checkpoint = False
-
-    @abstractmethod
-    def load_weights(self) -> Mapping[str, Any]:
-        """Return the state dict of the model, or of the base of adapters; a collective.
-
-        Rank 0 has all tensors. The dict is empty on other ranks, and on rank 0 if a checkpoint
-        holds the whole model.
-        """
-
-    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's shards of :meth:`FullModel.state` from the checkpoint; a collective."""
-        raise AssertionError("these weights are in no checkpoint")
+    load_base: Callable[[], Mapping[str, Any]]
+    load_shards: Callable[[Mapping[str, torch.Tensor]], object] | None = None
 
 
 class FullModel:
@@ -120,8 +114,8 @@ class FullModel:
     def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
         """Load the weights on one rank."""
         # Needed for a checkpoint, too: torchtune's checkpointer reads the base before it can save.
-        base = weights.load_weights()
-        if weights.in_checkpoint:
+        base = weights.load_base()
+        if weights.load_shards is not None:
             weights.load_shards(self.state(model))
             return
         with refusing_other_weights(model, base, cfg, key=self.key):
@@ -138,8 +132,8 @@ class FullModel:
     ) -> None:
         """Load each rank's shards from the checkpoint, or from the base that rank 0 has read."""
         # Needed for a checkpoint, too: torchtune's checkpointer reads the base before it can save.
-        base = weights.load_weights()
-        if not weights.in_checkpoint:
+        base = weights.load_base()
+        if weights.load_shards is None:
             compute_rotary_buffers(model, dtype=dtype, device=device)
             load_from_rank_zero(model, base, cfg, key=self.key)
             training.validate_no_params_on_meta_device(model)
@@ -164,10 +158,6 @@ class FullModel:
         """Return the parameters for the optimizer, which skips frozen ones."""
         return model.parameters()
 
-    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
-        """Return the bytes of the tensors that :meth:`to_save` returns."""
-        return whole_bytes(model.state_dict())
-
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return this rank's shards of the model for a checkpoint, by name."""
         state: Mapping[str, torch.Tensor] = model.state_dict()
@@ -183,11 +173,6 @@ class FullModel:
             return {training.MODEL_KEY: model.state_dict()}
         state = training.gather_cpu_state_dict(model, distributed.is_rank_zero(), device=device)
         return {training.MODEL_KEY: state}
-
-
-def whole_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the bytes of tensors on a single rank, with NF4 tensors dequantized."""
-    return sum(tensor.numel() * tensor.dtype.itemsize for tensor in tensors.values())
 
 
 @contextmanager
@@ -532,20 +517,11 @@ class SecondModel:
         Raises:
             SettingError: the checkpointer cannot be built, for example because a file is missing.
         """
-        weights = _WholeWeights(self.cfg.checkpointer, key=self._checkpointer_key)
-        return partial(self.builder.build, self.cfg, weights)
-
-
-class _WholeWeights(Weights):
-    """Weights of a second model, which rank zero reads."""
-
-    def __init__(self, block: DictConfig, *, key: str) -> None:
+        key = self._checkpointer_key
         # None on other ranks, which do not use it.
-        self._files: Any = distributed.on_rank_zero(lambda: ModelFiles(block, key=key))
-
-    def load_weights(self) -> Mapping[str, Any]:
-        """Return the state dict on rank zero; empty on others."""
-        return distributed.on_rank_zero(lambda: self._files.load_weights()) or {}
+        files: Any = distributed.on_rank_zero(lambda: ModelFiles(self.cfg.checkpointer, key=key))
+        weights = Weights(lambda: distributed.on_rank_zero(lambda: files.load_weights()) or {})
+        return partial(self.builder.build, self.cfg, weights)
 
 
 # Keys of the model's block that torchtune saves with adapters, and the fix if one is missing.
@@ -604,13 +580,6 @@ class AdapterModel(FullModel):
             parameter_name(name): parameter for name, parameter in get_adapter_params(model).items()
         }
 
-    def num_bytes_saved(self, model: torch.nn.Module, cfg: DictConfig) -> int:
-        """Return the bytes of the adapters and, unless they are saved alone, of merged weights."""
-        num_bytes = whole_bytes(self.state(model))
-        if not cfg.get("save_adapter_weights_only", False):
-            num_bytes += whole_bytes(model.state_dict())
-        return num_bytes
-
     def to_save(
         self, model: torch.nn.Module, cfg: DictConfig, *, device: torch.device
     ) -> Mapping[str, Any]:
@@ -650,7 +619,7 @@ class AdapterModel(FullModel):
         }
 
     def _load(self, model: torch.nn.Module, weights: Weights, cfg: DictConfig) -> None:
-        base = weights.load_weights()
+        base = weights.load_base()
         with refusing_other_weights(model, base, cfg):
             # Not strict: the base has no adapters. _check_base() refuses other differences.
             keys = model.load_state_dict(base, strict=False)
@@ -673,7 +642,7 @@ class AdapterModel(FullModel):
                     module.to_empty(device=_parameter_device(cfg, device))
                     module.initialize_parameters()  # type: ignore[operator]
         compute_rotary_buffers(model, dtype=dtype, device=device)
-        base = weights.load_weights()
+        base = weights.load_base()
         parameters = named_parameters(model)
         # Only rank 0 has the base, but every rank has to know its names.
         names = set(distributed.from_rank_zero(lambda: list(base)))
@@ -729,7 +698,7 @@ class AdapterModel(FullModel):
             # DoRA's magnitudes are norms of the base's weights.
             if hasattr(module, "initialize_dora_magnitude"):
                 module.initialize_dora_magnitude()  # type: ignore[operator]
-        if weights.in_checkpoint:
+        if weights.load_shards is not None:
             weights.load_shards(self.state(model))
 
 
@@ -763,10 +732,10 @@ def _check_adapters_are_made(model: torch.nn.Module, block: DictConfig) -> None:
             raise SettingError(f"model.{key}", block[key], remedy)
 
 
-def builder_of(cfg: DictConfig) -> FullModel | None:
-    """Return the builder of the configured model; None for full fine-tuning."""
+def builder_of(cfg: DictConfig) -> FullModel:
+    """Return the builder of the configured model."""
     block = cfg.get("model", None)
     # Every builder of adapters in torchtune takes this key, and no other builder does.
     if isinstance(block, DictConfig) and "lora_attn_modules" in block:
         return AdapterModel()
-    return None
+    return FullModel()

@@ -128,11 +128,6 @@ class DatasetRows(Dataset[Any]):
         return self._columns.tokens  # type: ignore[no-any-return]
 
     @property
-    def knows_lengths(self) -> bool:
-        """Return whether :attr:`lengths` are known without reading the dataset."""
-        return self._measured is not None
-
-    @property
     def real_lengths(self) -> torch.Tensor:
         """Tokens of every row that are not padding: int64, `[rows]`."""
         return self._columns.real  # type: ignore[no-any-return]

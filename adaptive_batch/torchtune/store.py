@@ -281,7 +281,7 @@ def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
     )
 
 
-class RunStore(Weights):
+class RunStore:
     """Finds and loads the checkpoint that a run starts from.
 
     Rank 0 searches for it and broadcasts the result. All ranks read it from a shared file system.
@@ -294,7 +294,7 @@ class RunStore(Weights):
         folder: saves in the output folder.
         files: files of the base model and of exports, on rank 0; not in a preview.
         found: checkpoint and state at the start of the run.
-        in_checkpoint: whether the checkpoint holds the trained weights.
+        weights: weights of the base model and of the checkpoint.
 
     Raises:
         CheckpointError: the run resumes, but the folder has no complete checkpoint, or has saves of
@@ -308,33 +308,24 @@ class RunStore(Weights):
         self.folder = RunFolder(job.cfg)
         self._group = distributed.host_group()
         self.found = distributed.from_rank_zero(self.folder.find)
-        self.in_checkpoint = self.found.checkpoint is not None
+        self.weights = Weights(
+            self._load_base, self._load_shards if self.found.checkpoint else None
+        )
         # A preview loads no weights, so their files may be missing.
         if not job.settings.preview:
             files = distributed.on_rank_zero(lambda: ModelFiles(job.cfg.checkpointer))
             # None on other ranks, which do not use it.
             self.files = cast(ModelFiles, files)
 
-    def show_refusal(self, run: str) -> None:
-        """Print the error if the run may not start in the output folder; a preview goes on."""
-        if distributed.is_rank_zero():
-            try:
-                self.folder.check(run, overwrites=self._settings.overwrite_output_dir)
-            except SettingError as error:
-                print(f"without preview, this is refused: {error}")
-
-    def load_weights(self) -> Mapping[str, Any]:
-        """Load the state dict of the base model on rank 0, with torchtune's names.
-
-        It is empty on other ranks, and if a checkpoint holds the whole model.
-        """
+    def _load_base(self) -> Mapping[str, Any]:
+        """Load the state dict of the base model on rank 0, with torchtune's names."""
         # Load even if a checkpoint holds the whole model: torchtune's checkpointer has to read the
         # base model before it can save.
         base = distributed.on_rank_zero(lambda: self.files.load_weights()) or {}
-        checkpoint_is_whole = self.in_checkpoint and not self._has_frozen_base
+        checkpoint_is_whole = self.found.checkpoint is not None and not self._has_frozen_base
         return {} if checkpoint_is_whole else base
 
-    def load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
+    def _load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
         """Load this rank's shards of a model from the checkpoint.
 
         Raises:
@@ -431,7 +422,13 @@ class Saver:
             SettingError: the disk has too little free space, or the optimizer state cannot be
                 saved.
         """
-        num_bytes = self._job.builder.num_bytes_saved(trainer.model, self._job.cfg)
+        cfg = self._job.cfg
+        # An export has the merged weights of a model with adapters, which are about as large.
+        saved: Mapping[str, torch.Tensor] = trainer.model.state_dict()
+        if cfg.get("save_adapter_weights_only", False):
+            saved = self._job.builder.state(trainer.model)
+        # NF4 tensors are exported in the dtype that they stand for.
+        num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in saved.values())
 
         def check_disk() -> None:
             folder = self._folder.exports_path.absolute()
@@ -450,8 +447,7 @@ class Saver:
         try:
             named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
         except CheckpointError as error:
-            component = str(self._job.cfg.optimizer._component_)
-            raise SettingError("optimizer", component, str(error)) from error
+            raise SettingError("optimizer", str(cfg.optimizer._component_), str(error)) from error
 
     def restore(self, name: str, part: Part) -> Part:
         """Register a part, and load its state if the checkpoint has one."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
@@ -10,7 +11,6 @@ from support.cli import NUM_ROWS, OURS, records
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import write_report
-from adaptive_batch.torchtune import FullModel
 
 BUDGET = "probe.device_memory=24MiB"
 GROW = "batch_increase_function=support.components.four_more"
@@ -135,9 +135,9 @@ def test_a_truncated_base_checkpoint_is_named(small):
 
 
 def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(small, monkeypatch):
-    monkeypatch.setattr(FullModel, "num_bytes_saved", lambda *_: 2**60)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=11))
     folder = small.fresh_folder()
-    says = r"^output_dir='.*': an epoch takes 1073741824\.00 GiB, but only [\d.]+ GiB are"
+    says = r"^output_dir='.*': an epoch takes [\d.]+ MiB, but only 11 bytes are free"
     with pytest.raises(SettingError, match=says):
         small.run_in_process(OURS, f"output_dir={folder}")
     assert not records(folder, "step")

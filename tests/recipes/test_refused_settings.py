@@ -296,12 +296,3 @@ def test_a_model_larger_than_the_host_memory_is_refused(small):
         DoesNotFitError, match=r"the weights alone .* fewer tokens in model\.max_seq"
     ):
         small.run_in_process(OURS, "model.max_seq_len=1000000000000")
-
-
-def test_a_broken_line_of_a_data_file_is_named(small):
-    lines = (small.folder / "train.jsonl").read_text().splitlines()
-    path = small.fresh_folder() / "rows.jsonl"
-    path.write_text("\n".join([*lines[:2], lines[2][:-1], *lines[3:]]))
-    with pytest.raises(SettingError, match="line 3 is not JSON") as caught:
-        small.run_in_process(OURS, f"dataset.data_files={path}")
-    assert (caught.value.key, caught.value.value) == ("dataset.data_files", str(path))

@@ -21,8 +21,9 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import DeviceMemory
 from adaptive_batch.probe import DryRun, Predictive, run_search
-from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN
+from adaptive_batch.torchtune.model import builder_of
 from adaptive_batch.training import StepResult
 
 LORA = {
@@ -55,7 +56,7 @@ class Wired:
         cfg: DictConfig,
         rows: Sequence[Any],
         *,
-        builder: FullModel | None,
+        builder: FullModel,
         limit: MicroBatchLimit,
         memory: DeviceMemory | None = None,
         reference_limit: MicroBatchLimit | None = None,

@@ -13,7 +13,6 @@ from torchtune.models.qwen2 import qwen2
 
 from adaptive_batch.estimate import LengthEstimate
 from adaptive_batch.torchtune import (
-    builder_of,
     estimate_devices,
 )
 
@@ -208,8 +207,7 @@ class Combination:
         """Its estimate, of a single row too: on 1 MiB no two rows fit."""
         settings = {"devices": ["1MiB"], "changes": False, "world_size": self.ranks, **estimate}
         cfg = self.to_estimate(**settings)
-        builder = builder_of(cfg)
-        return estimate_devices(cfg, show=lambda text: None, builder=builder).lengths[0]
+        return estimate_devices(cfg, show=lambda text: None).lengths[0]
 
 
 class ZeroWeights:

@@ -30,7 +30,7 @@ from torchtune import training
 from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
-from adaptive_batch.torchtune import Data, Job, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.model import Weights
 from adaptive_batch.torchtune.rows import RowMeasures
 
@@ -76,25 +76,19 @@ class Outcome:
         return self.fits and not self.retries
 
 
-class NoWeights(Weights):
-    """Weights that are left as memory had them, but for the base of adapters, if a combination with
-    some is given: zeros.
+def no_weights(combination: Combination | None = None) -> Weights:
+    """Return weights that are left as memory had them, but for the base of adapters, if a
+    combination with some is given: zeros.
     """
 
-    in_checkpoint = True
-
-    def __init__(self, combination: Combination | None = None) -> None:
-        self._combination = combination
-
-    def load_weights(self) -> Mapping[str, Any]:
-        if self._combination is None or not self._combination.adapters:
+    def load_base() -> Mapping[str, Any]:
+        if combination is None or not combination.adapters:
             return {}
-        base = ZeroWeights(MODELS[self._combination.model], self._combination.dtype)
+        base = ZeroWeights(MODELS[combination.model], combination.dtype)
         weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
         return weights
 
-    def load_shards(self, state: Mapping[str, Any]) -> None:
-        pass
+    return Weights(load_base, lambda state: None)
 
 
 def train(run: StackRun) -> Outcome:
@@ -103,7 +97,7 @@ def train(run: StackRun) -> Outcome:
     cfg.probe.search = "predict"
     cfg.on_out_of_memory = "raise"
     cfg.probe.cache = True
-    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
+    job = Job(cfg, Settings.from_config(cfg))
     length = run.combination.length
     row = job.task.synthetic_row(length)
     data = Data(job, [row] * 4096, packed=False)
@@ -114,7 +108,7 @@ def train(run: StackRun) -> Outcome:
     done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:
-        trainer = Trainer.load(job, data, NoWeights(run.combination), sizer)
+        trainer = Trainer.load(job, data, no_weights(run.combination), sizer)
         trainer.model.train()
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()

@@ -21,12 +21,12 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 from support.processes import run_torchrun
 from support.runners import HeldSizer, report_of
-from support.stack_runs import NoWeights
+from support.stack_runs import no_weights
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
-from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 from adaptive_batch.torchtune.fake_run import FakeRun
 
@@ -87,7 +87,6 @@ def estimated(
         Settings.from_config(cfg),
         FakeDevice(CudaKernels(torch.cuda.get_device_capability())),
         reads_data=False,
-        builder=builder_of(cfg),
     )
     step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
     step.trace(rows)
@@ -107,11 +106,10 @@ def on_cuda(
     memory: Any = torch.cuda.memory
     torch._C._cuda_clearCublasWorkspaces()
     memory._record_memory_history(context=None, max_entries=10_000_000, clear_history=True)
-    job = Job(
-        cfg, Settings.from_config(cfg), Unloaded() if builder_of(cfg) else None, needs=TO_PLAN
-    )
+    builder = Unloaded() if "lora_attn_modules" in cfg.model else None
+    job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
-    model = job.builder.build(cfg, NoWeights(), dtype=job.dtype, device=job.device)
+    model = job.builder.build(cfg, no_weights(), dtype=job.dtype, device=job.device)
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, sizer)
     for step in range(_STEPS):

@@ -7,7 +7,7 @@ from support.cli import SmallSetup
 from support.preferences import LORA, write_pairs
 
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer, builder_of
+from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer
 from adaptive_batch.torchtune.configuration import merged
 
 
@@ -15,12 +15,12 @@ def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[Limit
     """Prepare searches as the probe recipe does, in a fresh folder; so many ranks began the run."""
     given = [f"output_dir={small.fresh_folder()}", "probe.round_to_power_of_two=False", *overrides]
     cfg = merged(OmegaConf.load(small.config), given)
-    job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
+    job = Job(cfg, Settings.from_config(cfg))
     job.ranks = began_on
     data = Data.read(job)
     finder = LimitFinder(job, data)
     finder.check()
-    return finder, Trainer.load(job, data, RunStore(job), data.new_sizer())
+    return finder, Trainer.load(job, data, RunStore(job).weights, data.new_sizer())
 
 
 def searched(small: SmallSetup, *overrides: str, began_on: int = 1) -> ProbeResult:

@@ -18,7 +18,6 @@ from adaptive_batch.torchtune import (
     NextTokens,
     PreferencePairs,
     Settings,
-    builder_of,
     without_effect,
 )
 from adaptive_batch.torchtune.checks import check_parallel
@@ -88,7 +87,7 @@ def test_a_stock_configuration_is_taken_as_it_is(recipe, path):
     # Builders of vision models need torchvision.
     if "vision" not in cfg.model._component_:
         cfg.update({"device": "cpu", "dtype": "fp32", "enable_activation_offloading": False})
-        job = Job(cfg, Settings.from_config(cfg), builder_of(cfg))
+        job = Job(cfg, Settings.from_config(cfg))
         assert type(job.builder) is (
             AdapterModel if "lora_" in cfg.model._component_ else FullModel
         )

@@ -34,7 +34,7 @@ from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings, builder_of
+from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 
 
@@ -209,7 +209,7 @@ def test_keys_that_do_not_go_with_pairs_are_refused_with_a_reason(kind, keys, ke
     settings = Settings.from_config(cfg)
     cfg.update(keys)
     complete(cfg, needs=TO_PLAN)
-    job = Job(cfg, settings, builder_of(cfg), task=PreferencePairs, needs=TO_PLAN)
+    job = Job(cfg, settings, task=PreferencePairs, needs=TO_PLAN)
     with pytest.raises(SettingError, match=says) as refused:
         job.check_model()
     assert refused.value.key == key
@@ -243,7 +243,7 @@ CHUNKED = {
 def check(cfg: DictConfig) -> Job:
     """All that is checked of what a configuration trains."""
     settings = Settings.from_config(cfg)
-    job = Job(cfg, settings, builder_of(cfg), task=Distillation, needs=TO_PLAN)
+    job = Job(cfg, settings, task=Distillation, needs=TO_PLAN)
     job.check_model()
     return job
 
