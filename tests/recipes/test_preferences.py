@@ -19,11 +19,6 @@ def lora(small):
     return (*LORA, *write_pairs(small))
 
 
-@pytest.fixture(scope="module")
-def full(small):
-    return (*PAIRS, *reference_of(small), *write_pairs(small))
-
-
 def resumed_after_step_three(small, begun, *own):
     """A copy of a run that was ended after step 3, trained to its end."""
     return resume_run(small, stopped_after(begun, small, 3), *own, recipe=OURS)
@@ -74,7 +69,8 @@ def test_keys_of_another_recipe_are_refused_before_weights_load(
     assert refused.value.key == key
 
 
-def test_full_fine_tuning_without_a_reference_is_refused(small, full):
+def test_full_fine_tuning_without_a_reference_is_refused(small):
+    full = (*PAIRS, *reference_of(small), *write_pairs(small))
     without = [override for override in full if not override.startswith("ref_checkpointer")]
     for own in (
         (*without, "checkpointer.checkpoint_dir=nowhere"),

@@ -27,12 +27,8 @@ def evaluated():
     return [seen for seen in components.SEEN if not seen.trained]
 
 
-@pytest.fixture(scope="module")
-def validated(small):
-    return small.run_in_process(OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2")
-
-
-def test_validation_is_logged_and_changes_no_bit_of_training(small, validated):
+def test_validation_is_logged_and_changes_no_bit_of_training(small):
+    validated = small.run_in_process(OURS, *STEPS, *VALIDATED, DROPOUT, "epochs=2")
     log = (validated.output_dir / "logs" / LOG).read_text()
     logged = re.findall(r"^Step (\d+) \| val_loss:(\S+)", log, re.M)
     expected = [

@@ -33,12 +33,12 @@ SAID = (
 class Squeezed(CountedMemory):
     """A device that says what it has, if it `says` it."""
 
-    def __init__(self, *, says: bool = True) -> None:
+    def __init__(self, held: int = RESIDENT, free: int = 32 * ROW, *, says: bool = True) -> None:
         super().__init__(CPU)
-        self.total, self.says = RESIDENT + 32 * ROW, says
+        self.held, self.total, self.says = held, held + free, says
 
     def room(self) -> Room | None:
-        return Room(RESIDENT, self.total) if self.says else None
+        return Room(self.held, self.total) if self.says else None
 
 
 class Run:
@@ -212,17 +212,6 @@ def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_l
             assert len(other.rows) < len(piece.rows) or other.length < piece.length
 
 
-class Device(CountedMemory):
-    """A device that has room for `fits` rows of 1 GiB."""
-
-    def __init__(self, fits):
-        super().__init__(CPU)
-        self.fits = fits
-
-    def room(self):
-        return None if self.fits is None else Room(GIB, (1 + self.fits) * GIB)
-
-
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
 def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
     limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10
@@ -233,7 +222,8 @@ def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
             " PyTorch"
         )
         failed = MicroBatch([*range(rows)], 10)
-        lower = smaller_limit(limit, failed, memory=Device(fits), error=error)
+        memory = Squeezed(GIB, (fits or 0) * GIB, says=fits is not None)
+        lower = smaller_limit(limit, failed, memory=memory, error=error)
         return lower and lower.amount / row
 
     assert smaller(32, None) == 16
