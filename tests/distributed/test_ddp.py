@@ -141,7 +141,6 @@ def compared(
     [
         ((PLENTY,), 1, {}),
         ((PLENTY,), 1, {"statistics": True}),
-        ((PLENTY, [10**9, 3]), 1, {}),
         ((PLENTY, [2, 10**9]), 2, {"gradient_as_bucket_view": True}),
     ],
 )

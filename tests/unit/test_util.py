@@ -1,4 +1,4 @@
-"""Fingerprints, progress bars, temporary attributes and formats of amounts in messages."""
+"""Fingerprints, progress bars, temporary attributes and messages."""
 
 import io
 import os
@@ -19,7 +19,6 @@ from adaptive_batch._util import (
     described_with_files,
     file_signature,
     fingerprint,
-    format_bytes,
     replaced,
 )
 from adaptive_batch.errors import SettingError
@@ -136,12 +135,6 @@ def test_attributes_are_restored_even_after_an_error():
         assert vars(owner) == {"kept": 1, "changed": 3, "added": 4}
         raise KeyError
     assert vars(owner) == {"kept": 1, "changed": 2}
-
-
-def test_memory_is_formatted_in_a_suitable_unit():
-    amounts = (80 * 2**30, 3000 * 2**10, 3000, 1, 0)
-    shown = ["80.00 GiB", "2.93 MiB", "2.93 KiB", "1 byte", "0 bytes"]
-    assert [format_bytes(amount) for amount in amounts] == shown
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

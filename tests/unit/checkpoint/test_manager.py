@@ -87,9 +87,7 @@ def train(model, optimizer, steps):
 
 
 OPTIMIZERS = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "sgd without state": lambda p: torch.optim.SGD(p, lr=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, amsgrad=True),
     "adam fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
     "adamw 8 bit": lambda p: torchao.optim.AdamW8bit(p, lr=0.01),
     "adamw 4 bit": lambda p: torchao.optim.AdamW4bit(p, lr=0.01),
