@@ -364,9 +364,6 @@ def four(folder, two):
     return run_on_ranks(four_ranks, 4, folder)
 
 
-# --- another number of ranks
-
-
 @pytest.mark.slow
 def test_ranks_resume_from_a_point_of_more_or_fewer(folder, one, two, four):
     for facts in [*two, *four]:
@@ -449,9 +446,6 @@ def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
         name: file.bytes for name, file in point.files.items()
     }
-
-
-# --- what is not whole
 
 
 def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_the_next_is_complete(two):

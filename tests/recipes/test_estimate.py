@@ -39,9 +39,6 @@ def small(**keys):
     return planned(SMALL.to_estimate(), **keys)
 
 
-# --- an estimate is what trials count
-
-
 def test_an_estimate_is_what_the_search_finds(small):
     own = ("epochs=1", "probe.device_memory=24MiB", "probe.headroom=0")
     keys = ("estimate.devices=24MiB", "estimate.headroom=0", "estimate.changes=False")
@@ -149,8 +146,6 @@ def test_every_shipped_configuration_is_estimated(name):
     assert plan.devices[0].lengths[0].max_batch_size > 100
     assert "max_batch_size" in said
 
-
-# --- what is refused
 
 FEW_LENGTHS = {"sequence_lengths": [32], "world_size": 2}
 OF_A_LIST = {"tensor_parallel_plan": {"_component_": "builtins.list"}}

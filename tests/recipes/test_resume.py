@@ -48,8 +48,6 @@ def whole(small):
     return small.run_in_process(OURS, SAVES, *DROPOUT)
 
 
-# --- the same bits
-
 WAYS = {
     "optimizer in backward, rows that draw when they are read": (
         "optimizer_in_bwd=True",
@@ -162,9 +160,6 @@ def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole):
     resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_8"
     assert_the_same(folder, whole)
-
-
-# --- one folder, one run
 
 
 def two_runs(small, whole):
@@ -401,8 +396,6 @@ def test_a_full_disk_skips_a_resume_point_and_ends_a_run_that_cannot_save_its_ep
     assert_the_same(folder, whole)
 
 
-# --- with other settings
-
 RAMP = (
     "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
     "batch_size_schedule.start=2",
@@ -533,9 +526,6 @@ def test_other_rows_or_labels_and_an_optimizer_in_backward_are_refused(small, wh
         resume_run(small, folder, SAVES, *DROPOUT, "optimizer_in_bwd=True")
     with pytest.raises(SettingError, match=r"^dataset='32 rows, \w+'"):
         resume_run(small, folder, SAVES, *DROPOUT, "dataset.train_on_input=True")
-
-
-# --- on another device, or with another batch
 
 
 def test_a_schedule_keeps_the_configured_batch_of_the_checkpoint(small):

@@ -60,7 +60,7 @@ def test_other_types_are_refused(part):
             fingerprint(nested)
 
 
-def test_a_small_file_is_known_by_its_content(tmp_path):
+def test_a_file_is_known_by_its_content_and_a_large_one_by_size_and_time(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"abc")
     before = file_signature(file)
@@ -69,17 +69,10 @@ def test_a_small_file_is_known_by_its_content(tmp_path):
     file.write_bytes(b"abd")
     os.utime(file, (1, 1))
     assert file_signature(file) != before
-
-
-def test_a_large_file_is_known_by_size_and_time(tmp_path):
-    file = tmp_path / "file"
     with file.open("wb") as handle:
         handle.truncate(64 * 2**20 + 1)  # sparse
     os.utime(file, ns=(5, 5))
     assert file_signature(file) == ["file", 64 * 2**20 + 1, 5]
-
-
-def test_a_missing_file_has_a_signature(tmp_path):
     assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
 
 

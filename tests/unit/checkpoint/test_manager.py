@@ -293,9 +293,6 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 6
 
 
-# Damage
-
-
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt", "resume.json"])
@@ -380,9 +377,6 @@ def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name)
     assert "run" not in capsys.readouterr().out
 
 
-# Old points
-
-
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_the_last_few_are_kept(tmp_path, asynchronous):
     save(tmp_path, 1, 2, 3, 4, 5, keep_last=2, asynchronous=asynchronous)
@@ -445,9 +439,6 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_w
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     save_and_wait(3, values(3))
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 3
-
-
-# Asynchronous
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -105,9 +105,6 @@ def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle)
         assert batches.progress.samples == num_rows * (epoch + 1)
 
 
-# --- what fits
-
-
 def test_rules_do_not_pass_a_maximum():
     for beyond, most in ((False, 6), (True, 7)):
         batches = growing(maximum=6, sampling=Sampling(grow_beyond_maximum=beyond))
@@ -150,9 +147,6 @@ def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead
             break
     rest = train(batches, epochs=1, **options)
     assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
-
-
-# --- resuming
 
 
 class ByEpoch:
@@ -262,9 +256,6 @@ def test_ranks_deal_the_rows_of_a_step_among_them_and_take_no_sampler():
     for own, other, (_, step) in zip(*ranks, whole, strict=True):
         assert sorted(own + other) == sorted(step)
         assert abs(len(own) - len(other)) <= 1
-
-
-# --- what is refused
 
 
 class Unending:

@@ -136,15 +136,11 @@ def ranks():
     return run_on_ranks(facts_of_rank, 2)
 
 
-def test_numbers_and_flags_are_reduced_alike_on_every_rank(ranks):
+def test_ranks_reduce_alike_and_share_what_rank_zero_alone_computes(ranks):
+    assert [facts["calls"] for facts in ranks] == [[0], []]
     for facts in ranks:
         assert (facts["minimum"], facts["maximum"], facts["large"]) == (10, 11, 2**60 + 1)
         assert facts["any"] == [False, True, True, True]
-
-
-def test_rank_zero_alone_computes_and_all_have_its_result(ranks):
-    assert [facts["calls"] for facts in ranks] == [[0], []]
-    for facts in ranks:
         assert facts["result"]["from"] == 0
         assert facts["result"]["lengths"].tolist() == [0, 1, 2]
 

@@ -165,8 +165,6 @@ def test_any_maximum_of_lines_is_found_to_a_percent(curve: tuple[int, Peak, int]
     assert true_maximum / 1.012 - 1 <= search.best <= true_maximum
 
 
-# Traces of the bytes alive after each operation.
-
 lines = st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 10**5)), min_size=1, max_size=12)
 
 

@@ -236,9 +236,6 @@ def test_modules_keep_their_mode_of_training_and_evaluation():
     assert len(seen) == 5
 
 
-# The optimizer in backward.
-
-
 def test_the_memory_of_trial_states_is_kept_until_the_first_step():
     training = Training(Case("AdamW"))
     rehearsal = training.rehearsal()

@@ -90,9 +90,6 @@ def test_each_stage_of_a_doubling_ramp_divides_the_end(odd, doublings, less, ove
     assert all(end % answer == 0 for answer in answers)
 
 
-# by_noise_scale
-
-
 def test_by_noise_scale_changes_only_at_its_steps_and_only_with_a_finite_scale():
     rule = by_noise_scale(16)
     assert rule(at(0, noise_scale=1e6)) == rule(at(10)) == 16
@@ -149,9 +146,6 @@ def test_the_example_of_each_rule_builds_it(build):
     assert callable(build(**yaml.safe_load(f"{{{EXAMPLES[build]}}}")))
 
 
-# Stages without a step.
-
-
 BERT24 = ramp_by_doubling(64, "1ep", start=16)
 UNLIMITED = {"most_rows": None, "maximum": None}
 
@@ -169,24 +163,18 @@ def begins(rule, *, rows, epochs, maximum=None):
     return steps_ahead
 
 
-def test_a_stage_after_the_end_of_training_is_reported():
+def test_a_stage_after_the_end_is_reported_and_one_without_a_step_is_refused():
     assert BERT24.unused(begins(BERT24, rows=640, epochs=2), **UNLIMITED) == []
     early = steps([16, 32, 64], ["1ep", "5ep"])
     (late,) = early.unused(begins(early, rows=640, epochs=2), **UNLIMITED)
     assert late == "batch 64 (from 5ep on) is never used: training ends before it"
-
-
-def test_a_stage_shorter_than_a_step_is_refused():
     short = steps([128, 16, 64], ["100sp", "120sp"])
-    with pytest.raises(
-        SettingError, match=r"batch 16 \(from 100sp on\) is never used: the stage ends"
-    ):
+    says = r"batch 16 \(from 100sp on\) is never used: the stage ends"
+    with pytest.raises(SettingError, match=says):
         short.unused(begins(short, rows=640, epochs=1), **UNLIMITED)
-
-
-def test_a_stage_that_drop_last_removes_is_refused():
     ahead = begins(BERT24, rows=100, epochs=2)
     with pytest.raises(SettingError, match=r"^batch_size_schedule=64: .* use 50 or fewer"):
+        # drop_last removes every step of the stage.
         BERT24.unused(ahead, most_rows=50, maximum=None)
     BERT24.unused(ahead, most_rows=50, maximum=50)
 

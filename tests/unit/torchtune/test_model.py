@@ -9,9 +9,6 @@ from torchtune.modules import RMSNorm
 from adaptive_batch import SettingError
 from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm
 
-# --- fused norms
-
-
 LLAMA = {
     "_component_": "torchtune.models.llama3.llama3",
     "vocab_size": 64,

@@ -29,6 +29,8 @@ def path(tmp_path):
 
 
 def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_path, path):
+    end(tmp_path, error="connection reset")
+    assert not path.exists()
     end(tmp_path, limit=12, unit="rows", doing="a step")
     again = lost_run(tmp_path)
     assert again.limit(CONDITIONS) == MicroBatchLimit(12, "rows")
@@ -46,11 +48,6 @@ def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
     other_question = lost_run(tmp_path, trials_name="another dataset")
     assert other_question.trial_rows("trial_rows") is None
     assert other_question.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
-
-
-def test_an_error_other_than_memory_is_not_written(tmp_path, path):
-    end(tmp_path, error="connection reset")
-    assert not path.exists()
 
 
 @pytest.mark.parametrize("other", [{"name": "b"}, {"resumes": False}])

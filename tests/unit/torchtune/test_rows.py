@@ -52,13 +52,11 @@ def refusal(read):
     return refused.value
 
 
-def test_one_row_that_cannot_be_read_is_named():
+def test_rows_that_cannot_be_read_are_named_with_the_columns_if_all_fail():
     error = refusal(lambda: rows_of(Listed([GOOD, MISSING, GOOD]))[1])
     assert error.key == "dataset"
     assert "row 1 cannot be read" in str(error)
-
-
-def test_where_no_row_can_be_read_the_columns_and_keys_are_named():
+    # If no row can be read, the keys are wrong.
     rows = rows_of(Listed([MISSING, MISSING], columns=["input", "output"]))
     error = refusal(lambda: rows[0])
     assert "rows 0 and 1 cannot be read" in str(error)

@@ -271,9 +271,6 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-# --- keys of distillation
-
-
 def test_the_ratio_is_torchtunes_where_none_is_given():
     cfg = config_of_distillation("LoRA", kd_ratio=None)
     assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5

@@ -82,9 +82,6 @@ def decoder(**options: Any) -> Decoder:
     return Decoder(dtype=torch.float32, **options)
 
 
-# --- splits
-
-
 class Regression(nn.Sequential):
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -168,9 +165,6 @@ def test_labels_that_are_no_number_are_refused(count):
     step = AdaptiveStep(model, Script(model), micro_batch_size=4, num_labels=lambda batch: count)
     with pytest.raises(SettingError, match=r"^num_labels=.*returns the number of labels"):
         step(regression_data())
-
-
-# --- by tokens
 
 
 def masked_batch() -> dict[str, torch.Tensor]:
@@ -362,9 +356,6 @@ def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, li
         step(torch.randn(10, 6))
         with pytest.raises(SettingError, match=f"^split{says}"):
             step(torch.randn(24, 6))
-
-
-# --- the check of a split
 
 
 @pytest.mark.parametrize("in_batch", [2, 3, 40])

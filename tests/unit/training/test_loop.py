@@ -17,8 +17,6 @@ from adaptive_batch.report import RunLog, audit, read_records, write_report
 from adaptive_batch.schedules import at_epochs, geometric
 from adaptive_batch.training import AdaptiveLoop
 
-# --- steps that grow
-
 
 def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
     one = training(batch_size="max")
@@ -139,9 +137,6 @@ def test_other_rows_and_another_batch_or_rule_do_not_go_on_in_silence(option, va
         training(**{option: value}).loop.load_state_dict(state)
 
 
-# --- what is refused
-
-
 class Stream(torch.utils.data.IterableDataset[Any]):
     def __iter__(self) -> Any:
         return iter(ROWS)
@@ -209,9 +204,6 @@ def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nons
     one = training(batch_increase_function=lambda epoch, batch_size: -1)
     with pytest.raises(GrowthFunctionError, match=r"epoch=0, batch_size=4\) returned -1"):
         next(iter(one.loop))
-
-
-# --- what would train something else than was meant
 
 
 def test_an_optimizer_with_tensors_outside_of_the_model_is_refused() -> None:

@@ -179,9 +179,6 @@ def test_a_batch_that_shows_no_rows_is_refused(batch, treatment):
         step(batch)
 
 
-# --- the first batch decides
-
-
 def classified(num_rows, **others):
     x = torch.randn(num_rows, 4, generator=random)
     return {"x": x, "y": torch.arange(num_rows) % 3, **others}

@@ -28,8 +28,6 @@ from adaptive_batch.schedules import Progress, at_epochs, scale_learning_rate, s
 from adaptive_batch.schedules.learning_rate import scale_beta2
 from adaptive_batch.training import AdaptiveRate
 
-# --- the rate
-
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
 def test_the_rate_follows_the_rows_of_each_step(rule, power):
@@ -230,9 +228,6 @@ def test_a_rate_that_is_written_by_the_step_stays_and_a_step_that_raises_restore
     assert (one.seen, rates(one)) == ([1.4], [0.7])
     one.step(lambda: one.param_groups[0].update(lr=0.3))
     assert rates(one) == [0.3]
-
-
-# --- between two steps
 
 
 @every_counting_scheduler

@@ -143,9 +143,6 @@ def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
     assert (batch["labels"][1, 5:] == IGNORED).all()
 
 
-# what a step says of the gradient's noise
-
-
 def squared_norm(gradients):
     """Exactly, of whatever type they are."""
     return sum(

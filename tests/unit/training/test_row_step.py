@@ -21,8 +21,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training.split_check import SplitCheck
 
-# --- the bound
-
 
 @pytest.mark.parametrize("begun_by", ["a larger batch", "a bound that is loaded", "ranks"])
 def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(begun_by):

@@ -23,8 +23,6 @@ from support.runners import build_runner
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
 
-# what a replay leaves
-
 BOTH = (False, True)
 LORA = ("rows", "LoRA", "")
 TASKS = [("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
