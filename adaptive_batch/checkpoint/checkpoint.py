@@ -24,8 +24,19 @@ from adaptive_batch._util import atomic_write
 from adaptive_batch.errors import CheckpointError
 
 from .content import Content, read_into, read_optimizer, read_whole
-from .dcp import METADATA, Ranks, load_safely, low_bit_file, write_tensors
-from .files import SavedFile, changed_content, changed_size, manifest_text, read_manifest, reason
+from .files import (
+    METADATA,
+    Ranks,
+    SavedFile,
+    changed_content,
+    changed_size,
+    load_safely,
+    low_bit_file,
+    manifest_text,
+    read_manifest,
+    reason,
+    write_tensors,
+)
 
 Result = TypeVar("Result")
 

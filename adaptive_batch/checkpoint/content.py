@@ -24,7 +24,7 @@ from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 from adaptive_batch.memory import storage_bytes
 
-from .dcp import Ranks, load_safely, low_bit_file, read_tensors
+from .files import Ranks, load_safely, low_bit_file, read_tensors
 from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
 
 # Path to a value: keys of mappings and indices of lists.

@@ -28,8 +28,7 @@ from adaptive_batch.memory import host_available_bytes, plain_tensors
 
 from .checkpoint import Checkpoint, SkippedCheckpoint, inspect, write_checkpoint
 from .content import Content, gather_content
-from .dcp import Ranks
-from .files import saving
+from .files import Ranks, saving
 
 log = logging.getLogger("adaptive_batch")
 

@@ -1,5 +1,5 @@
-"""Estimate of the memory on other devices: the configuration's training step on fake tensors, and
-single changes of the configuration.
+"""Estimate of the memory on other devices: the training step of a configuration on fake tensors,
+without weights or a device, and single changes of the configuration.
 
 tune run adaptive_estimate --config NAME estimate.devices=80GiB
     [estimate.sequence_lengths=[1024,2048]] [estimate.world_size=8]
@@ -7,25 +7,39 @@ tune run adaptive_estimate --config NAME estimate.devices=80GiB
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from functools import partial
+from itertools import chain
+from types import FunctionType, SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torchtune.data import padded_collate_packed
+from torchtune.training import OffloadActivations
 
 from adaptive_batch import distributed
+from adaptive_batch._torch import PrivateNames
+from adaptive_batch._util import replaced
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.estimate import (
     AllocatorSettings,
     Change,
+    CompiledParts,
     EstimatedDevice,
     FakeDevice,
+    FakeStep,
     LengthEstimate,
     MemoryEstimate,
     Target,
+    check_compiler,
     estimate_length,
     explained_missing_values,
     group_by_kernels,
@@ -40,12 +54,21 @@ from .checks import (
     TO_PLAN,
     check_parallel,
     complete,
+    values_at,
     without_effect,
 )
 from .configuration import instantiate, merged
-from .fake_run import FakeRun
-from .job import task_of
+from .data import Data
+from .job import Job, task_of
+from .model import FullModel, build_without_weights, compute_rotary_buffers
 from .settings import Settings
+from .trainer import Trainer
+
+private = PrivateNames("memory estimates")
+
+MakeRows = Callable[[int], list[dict[str, Any]]]
+
+_BITSANDBYTES = "bitsandbytes."
 
 
 def estimate_devices(
@@ -299,9 +322,374 @@ class Estimator:
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
             fake_device = FakeDevice(device.kernels if self._on_accelerator else None)
             with explained_missing_values(lambda key: str(cfg[key]._component_)):
-                yield FakeRun(
-                    cfg,
-                    Settings.from_config(cfg),
-                    fake_device,
-                    reads_data=reads_data,
+                yield FakeRun(cfg, fake_device, reads_data=reads_data)
+
+
+# --- a run on fake tensors
+
+
+class FakeRun:
+    """Model, data and optimizer of a training run on a :class:`FakeDevice`.
+
+    Args:
+        cfg: configuration of the recipe, with the device of the real run.
+        device: fake device.
+        reads_data: whether rows come from the configured dataset; else they are synthetic, and no
+            file is read.
+
+    Attributes:
+        device: fake device.
+
+    Raises:
+        SettingError: a component cannot be counted on fake tensors.
+    """
+
+    def __init__(
+        self,
+        cfg: DictConfig,
+        device: FakeDevice,
+        *,
+        reads_data: bool,
+    ) -> None:
+        settings = Settings.from_config(cfg)
+        self.device = device
+        self._compiled_parts = CompiledParts(device)
+        self.reads_data = reads_data
+        self._left_out: list[str] = []
+        self._on_accelerator = not str(cfg.device).startswith("cpu")
+        # Packed rows run one attention kernel in bf16 on an accelerator, and otherwise one for each
+        # row. The number of operations would then depend on the rows, and a curve of the memory
+        # needs the same operations at each size.
+        has_one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
+        if not settings.layout_kind.pads and not has_one_kernel:
+            self._leave_out(
+                f"micro_batch_layout={settings.micro_batch_layout}: rows are counted as padded to"
+                " the longest one"
+            )
+            settings = replace(settings, micro_batch_layout=None)
+        self.job = Job(
+            self._config_on_cpu(cfg),
+            settings,
+            needs=TO_PLAN,
+            with_values=self._with_values,
+        )
+        if reads_data:
+            with _offline():
+                self.data = Data.read(self.job)
+        else:
+            self.job.check_model()
+            packed = any(values_at(cfg, "dataset.packed"))
+            self.data = Data(
+                self.job, [self.job.task.synthetic_row(8, packed=packed)], packed=packed
+            )
+        if self.data.packed and self._on_accelerator:
+            self._leave_out(
+                "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
+                " needs less"
+            )
+
+    def _config_on_cpu(self, cfg: DictConfig) -> DictConfig:
+        """Return a copy of the configuration for fake CPU tensors.
+
+        `compile` is False in the copy, and recorded as left out, if the compiled step cannot be
+        counted.
+        """
+        on_cpu = OmegaConf.create(OmegaConf.to_container(cfg, resolve=True))
+        assert isinstance(on_cpu, DictConfig)
+        on_cpu.device = "cpu"
+        if on_cpu.get("fsdp_cpu_offload", False):
+            remedy = (
+                "an estimate cannot separate host from device memory; estimate with False, which"
+                " needs more"
+            )
+            raise SettingError("fsdp_cpu_offload", True, remedy)
+        if on_cpu.get("compile", False):
+            why_eager: str | None
+            if not self._on_accelerator:
+                why_eager = "as the memory of a CPU always is"
+            elif distributed.data_parallel_size() < distributed.world_size():
+                why_eager = "tensor parallelism is not counted as compiled"
+            else:
+                why_eager = check_compiler()
+            if why_eager is not None:
+                self._leave_out(
+                    f"compile=True: the step is counted as the eager program: {why_eager}"
                 )
+            on_cpu.compile = why_eager is None
+        return on_cpu
+
+    def _leave_out(self, sentence: str) -> None:
+        if sentence not in self._left_out:
+            self._left_out.append(sentence)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """Differences between the estimate and the device, one sentence each."""
+        return (*self._left_out, *self._compiled_parts.left_out)
+
+    # --- data
+
+    def _with_values(self, make: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that makes batches, outside the modes of fake tensors: collation
+        reads the values of tokens.
+        """
+        if make is padded_collate_packed:
+            make = self._collate_packed
+        wrapped: Callable[..., Any] = private.disable_current_modes()(make)
+        return wrapped
+
+    def _collate_packed(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Collate packed rows as torchtune does, but with a fake mask: a real one of tokens x
+        tokens for each row may not fit in host memory.
+        """
+        batch = {
+            key: torch.stack([row[key] for row in rows])
+            for key in ("tokens", "labels", "input_pos")
+        }
+        count, tokens = batch["tokens"].shape
+        with self.device.mode:
+            batch["mask"] = torch.empty(count, tokens, tokens, dtype=torch.bool)
+        return batch
+
+    # --- model and optimizer
+
+    def rows_of(self, length: int | str) -> tuple[MakeRows, int]:
+        """Return a function that makes a number of rows of a length, and the tokens of a row.
+
+        Raises:
+            SettingError: the model takes fewer tokens.
+        """
+        if self.reads_data:
+            trial_rows = self.data.trial_rows(length)
+            tokens = trial_rows.length
+
+            def make_rows(count: int) -> list[dict[str, Any]]:
+                first = trial_rows.first(min(count, len(self.data.dataset)))
+                # Repeat them if more rows are asked for than the dataset has.
+                return [first[number % len(first)] for number in range(count)]
+
+        else:
+            tokens = int(length)
+            row = self.job.task.synthetic_row(tokens, packed=self.data.packed)
+
+            def make_rows(count: int) -> list[dict[str, Any]]:
+                return [row] * count
+
+        longest = self.job.max_row_length
+        if longest and tokens > longest:
+            remedy = f"the model takes {longest} tokens at most"
+            raise SettingError("estimate.sequence_lengths", length, remedy)
+        return make_rows, tokens
+
+    def step(self, make_rows: MakeRows, *, accumulates: bool) -> FakeStep:
+        """Build model and optimizer, and return the step that training would run.
+
+        Args:
+            make_rows: function that makes a number of rows.
+            accumulates: see :class:`FakeStep`.
+        """
+        model, second = self._build()
+        with offloading_fake_tensors():
+            self.trainer = Trainer(
+                self.job,
+                self.data,
+                model,
+                self.data.new_sizer(),
+                second=second,
+                to_device=self.device.move_batch,
+                new_optimizer=self._new_optimizer,
+            )
+        if self.job.cfg.compile:
+            for loss_fn in self.job.task.losses:
+                self._compiled_parts.take_over_attributes(loss_fn)
+        tried_step = self.trainer.tried()
+        keep_gradients = None
+        if tried_step.keep_gradients:
+            keep_gradients = partial(tried_step.keep_gradients, make_rows(1))
+        return FakeStep(
+            model=self.trainer.models,
+            optimizer=tried_step.optimizer,
+            forward_backward=self.forward_backward(make_rows),
+            step=tried_step.step,
+            accumulates=accumulates,
+            device=self.device,
+            sharding=self.trainer.engine.sharding,
+            keep_gradients=keep_gradients,
+        )
+
+    def forward_backward(self, make_rows: MakeRows) -> Callable[[int], object]:
+        """Return a function that runs forward and backward of a number of rows as training does."""
+        return lambda num_rows: self.trainer.engine.try_rows(make_rows(num_rows))
+
+    def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
+        """Build the trained model and the second model, if any, on the fake device."""
+        job = self.job
+        model = self._build_model(job.builder, job.cfg)
+        if job.second is None:
+            return model, None
+        return model, self._build_model(job.second.builder, job.second.cfg)
+
+    def _build_model(self, builder: FullModel, cfg: DictConfig) -> torch.nn.Module:
+        """Build a model on the fake device, with its parameters in the order of their creation."""
+        job = self.job
+        # Modules and names of the parameters, in the order in which the builder creates them.
+        registered: list[tuple[torch.nn.Module, str]] = []
+        with register_module_parameter_registration_hook(
+            lambda module, name, _: registered.append((module, name))
+        ):
+            model = build_without_weights(
+                cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
+            )
+        # Some models read the values of their buffers, so these are real.
+        fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
+        self.device.move(model, fill=fill)
+        # A single process allocates parameters in this order, which decides how the caching
+        # allocator places them. Modules that the builder has replaced since are freed.
+        if distributed.world_size() == 1:
+            kept = {*model.modules()}
+            self.device.created += [
+                getattr(module, name) for module, name in registered if module in kept
+            ]
+        self._compiled_parts.take_over_modules(model)
+        return model
+
+    def _new_optimizer(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """Build the configured optimizer, or one with the same states if its own needs a device."""
+        component = str(self.job.cfg.optimizer._component_)
+        if component.startswith(_BITSANDBYTES):
+            self._leave_out(
+                "bitsandbytes: its states are counted by their documented sizes, and paged ones,"
+                " which may lie on the host, as if on the device"
+            )
+            with self.device.mode:
+                return StatesOfBitsandbytes(parameters, component)
+        with self.device.mode:
+            optimizer = self.job.new_optimizer(parameters)
+        for sentence in self.device.prepare_optimizer(optimizer):
+            self._leave_out(sentence)
+        return optimizer
+
+
+@contextmanager
+def _offline() -> Iterator[None]:
+    """Context manager: let the libraries that download datasets read only local files."""
+    import datasets
+    from huggingface_hub import constants
+
+    datasets_offline = replaced(datasets.config, HF_HUB_OFFLINE=True, HF_DATASETS_OFFLINE=True)
+    with replaced(constants, HF_HUB_OFFLINE=True), datasets_offline:
+        yield
+
+
+class StatesOfBitsandbytes(torch.optim.Optimizer):
+    """States of an optimizer of bitsandbytes, without its step, which needs a device.
+
+    An optimizer has one state for each of its moments. An 8-bit state has one byte per element and
+    one float32 per block of 256 elements. Parameters of fewer than 4096 elements have float32
+    states, as in optimizers that are not 8-bit (bitsandbytes 0.50.2, optim/optimizer.py:
+    ``init_state``).
+
+    Raises:
+        SettingError: the sizes of the optimizer's states are unknown.
+    """
+
+    _MOMENTS: ClassVar[dict[str, int]] = {
+        "AdamW": 2,
+        "Adam": 2,
+        "Lion": 1,
+        "SGD": 1,
+        "RMSprop": 1,
+        "Adagrad": 1,
+    }
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter], component: str) -> None:
+        # bitsandbytes.optim.PagedAdamW8bit is an AdamW with 8-bit states.
+        name = component.rpartition(".")[2].removeprefix("Paged")
+        kind = name.removesuffix("8bit").removesuffix("32bit")
+        if kind not in self._MOMENTS:
+            remedy = (
+                "the size of its states is not known; estimate with one of"
+                f" {', '.join(self._MOMENTS)} of bitsandbytes"
+            )
+            raise SettingError("optimizer._component_", component, remedy)
+        self._moments = self._MOMENTS[kind]
+        self._is_8bit = name.endswith("8bit")
+        super().__init__(parameters, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Allocate the states of parameters that do not have them yet; change no parameter."""
+        for parameter in chain.from_iterable(group["params"] for group in self.param_groups):
+            state = self.state[parameter]
+            if parameter.grad is None or state:
+                continue
+            is_8bit = self._is_8bit and parameter.numel() >= 4096
+            dtype = torch.uint8 if is_8bit else torch.float32
+            for number in range(self._moments):
+                state[f"state{number}"] = torch.zeros_like(parameter, dtype=dtype)
+                if is_8bit:
+                    num_blocks = math.ceil(parameter.numel() / 256)
+                    state[f"absmax{number}"] = torch.zeros(num_blocks, dtype=torch.float32)
+
+
+# --- torchtune's offloading of activations on fake tensors
+
+
+class _DefaultStream(torch.cpu.Stream, torch.Stream):  # type: ignore[misc]
+    """CPU stream that does nothing, of the type that ``record_stream`` accepts."""
+
+    def __new__(cls) -> _DefaultStream:
+        return torch.Stream.__new__(cls, stream_id=0, device_index=0, device_type=0)
+
+
+class _HostCopy:
+    """Host copy of a tensor: a shape that takes no memory of the device."""
+
+    def __init__(self, tensor: torch.Tensor, **_: Any) -> None:
+        # Hidden from counters of allocations.
+        with private.disable_current_modes():
+            self._like = torch.empty_like(tensor)
+
+    def copy_(self, *_: Any, **__: Any) -> None:
+        """Copy no values, as there are none."""
+
+    def to(self, *_: Any, **__: Any) -> torch.Tensor:
+        """Return a new tensor on the device."""
+        return torch.empty_like(self._like)
+
+
+class _WithoutCUDA:
+    """Replacement of `torch` in torchtune's class, with CPU streams and host copies."""
+
+    cuda = SimpleNamespace(
+        default_stream=_DefaultStream, Stream=torch.cpu.Stream, stream=torch.cpu.stream
+    )
+    empty_like = _HostCopy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+# torchtune's constructor defines the hooks that offload. A copy of it with our `torch` among its
+# globals gives them our `torch`, too.
+_init = FunctionType(
+    OffloadActivations.__init__.__code__,
+    {**OffloadActivations.__init__.__globals__, "torch": _WithoutCUDA()},
+    argdefs=OffloadActivations.__init__.__defaults__,
+    closure=OffloadActivations.__init__.__closure__,
+)
+
+
+class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
+    """torchtune's offloading on fake tensors."""
+
+    def __init__(self) -> None:
+        # With pinned memory, torchtune would warn about the memory of this machine.
+        _init(self, use_pin_memory=False)
+
+
+def offloading_fake_tensors() -> AbstractContextManager[None]:
+    """Context manager: torchtune offloads fake tensors in steps that are set up within it."""
+    # The module whose function get_act_offloading_ctx_manager() makes an OffloadActivations.
+    offloading = sys.modules[OffloadActivations.__module__]
+    return replaced(offloading, OffloadActivations=FakeOffloadActivations)

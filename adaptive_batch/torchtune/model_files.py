@@ -193,7 +193,6 @@ class ModelFiles:
             (written / _MANIFEST).write_text(json.dumps(manifest))
             _flush_to_disk(written)
             move_into_place(written, target)
-        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _order_rows_for_peft(self, folder: Path) -> None:
         """Undo or complete torchtune's reordering of the output rows of queries and keys, so that

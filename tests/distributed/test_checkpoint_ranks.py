@@ -7,7 +7,7 @@ import torch.distributed as dist
 from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
-from adaptive_batch.checkpoint.dcp import Ranks
+from adaptive_batch.checkpoint.files import Ranks
 from adaptive_batch.errors import CheckpointError
 
 pytestmark = pytest.mark.slow

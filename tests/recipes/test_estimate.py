@@ -18,8 +18,8 @@ from adaptive_batch.config_files import config_files, shipped_configs
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import FakeDevice, read_estimate
 from adaptive_batch.memory import ALLOCATOR_VARIABLES
-from adaptive_batch.torchtune import Settings, estimate_devices
-from adaptive_batch.torchtune.fake_run import FakeRun
+from adaptive_batch.torchtune import estimate_devices
+from adaptive_batch.torchtune.estimates import FakeRun
 
 SMALL = Combination("qwen2", 32)
 TENSOR_PARALLEL = {
@@ -58,9 +58,7 @@ def test_an_estimate_is_what_the_search_finds(small):
 
 def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
-    run = FakeRun(
-        cfg, Settings.from_config(OmegaConf.to_container(cfg)), FakeDevice(), reads_data=False
-    )
+    run = FakeRun(cfg, FakeDevice(), reads_data=False)
     rows = [run.job.task.synthetic_row(24, packed=True)] * 3
     ours, theirs = run.data.collator.collate(rows), padded_collate_packed(rows)
     assert {key: (tensor.shape, tensor.dtype) for key, tensor in ours.items()} == {

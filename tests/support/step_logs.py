@@ -28,7 +28,7 @@ from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
 from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.fake_run import FakeRun
+from adaptive_batch.torchtune.estimates import FakeRun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Steps of a log.
@@ -82,12 +82,8 @@ def estimated(
     micro_batches: int = 1,
 ) -> array[int]:
     """Return the log of a run on fake tensors of the device that PyTorch uses."""
-    run = FakeRun(
-        cfg,
-        Settings.from_config(cfg),
-        FakeDevice(CudaKernels(torch.cuda.get_device_capability())),
-        reads_data=False,
-    )
+    device = FakeDevice(CudaKernels(torch.cuda.get_device_capability()))
+    run = FakeRun(cfg, device, reads_data=False)
     step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
     step.trace(rows)
     return step.log(rows, num_steps=_STEPS, micro_batches=micro_batches)

@@ -85,13 +85,10 @@ def estimate(**keys):
 
 def test_a_compiled_step_follows_its_activation_budget():
     eager = estimate(compile=False).lengths[0].curve.peak_bytes(ROWS)
-    compiler = torch._dynamo.config
-    before = partitioner.activation_memory_budget, compiler.assume_static_by_default
     peaks = []
     # A later estimate has its own budget.
     for keys in ({"activation_memory_budget": 0.2, "micro_batch_layout": "grouped"}, {}):
         estimated = estimate(**keys)
-        assert (partitioner.activation_memory_budget, compiler.assume_static_by_default) == before
         assert not any("the eager program" in sentence for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
     assert peaks[0] < peaks[1] < eager

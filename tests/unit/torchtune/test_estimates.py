@@ -7,7 +7,7 @@ import torch
 
 from adaptive_batch.estimate import FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
-from adaptive_batch.torchtune.fake_run import FakeOffloadActivations
+from adaptive_batch.torchtune.estimates import FakeOffloadActivations
 
 OPERATIONS = 12
 # Tensors that torchtune keeps until their copies are sure to be made.
