@@ -37,9 +37,7 @@ class CurveCheck:
 
     @property
     def warning(self) -> str:
-        """Describe the error of the curve, or return ""."""
-        if not self.is_off:
-            return ""
+        """Describe the error of a curve that is off."""
         counted = format_bytes(self.counted_bytes)
         expected = format_bytes(self.expected_bytes)
         return (

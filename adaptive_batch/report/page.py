@@ -17,7 +17,7 @@ from adaptive_batch import __version__
 from adaptive_batch._util import atomic_write, from_json
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .auditing import audit_records
+from .auditing import audit
 from .picture import (
     RunData,
     as_number,
@@ -99,7 +99,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         picture=base64.b64encode(picture).decode(),
         estimate=estimate,
         settings=settings if isinstance(settings, dict) else {},
-        proof=audit_records(records) if has_log else None,
+        proof=audit(output_dir) if has_log else None,
         events=list(_rows_of_events(data)),
         most=_MOST_ROWS,
     )

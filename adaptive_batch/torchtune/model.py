@@ -30,7 +30,7 @@ from torchtune.modules.peft import (
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
-from adaptive_batch._util import nearest, replaced
+from adaptive_batch._util import replaced
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
@@ -341,18 +341,11 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
     """Shard the model by FSDP2.
 
     Raises:
-        SettingError: `custom_sharded_layers` has an unknown layer, or one with tied weights.
+        SettingError: `custom_sharded_layers` has a layer with tied weights.
     """
-    layers = cfg.get("custom_sharded_layers", None)
-    names = list(layers or ())
-    known = {name for name, _ in model.named_modules()}
-    for name in names:
-        if name not in known:
-            children = [child for child, _ in model.named_children()]
-            remedy = f"the model has no {name}; {nearest(name, children)}"
-            raise SettingError("custom_sharded_layers", names, remedy)
+    layers = list(cfg.get("custom_sharded_layers") or ())
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
-    tied_layers = [name for name in names if name in tied]
+    tied_layers = [name for name in layers if name in tied]
     # A layer of its own frees its gathered weights after its forward; the output layer, which runs
     # last, would find only this rank's shard.
     if tied_layers and reshards:
@@ -361,7 +354,7 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
             " called"
         )
         remedy = f"{problem}; leave it out, or set fsdp_reshard_after_forward=False"
-        raise SettingError("custom_sharded_layers", names, remedy)
+        raise SettingError("custom_sharded_layers", layers, remedy)
     training.shard_model(
         model=model,
         shard_conditions=[partial(training.get_shard_conditions, names_to_match=layers)],

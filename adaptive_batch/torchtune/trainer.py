@@ -359,15 +359,16 @@ class Validation:
         self._job = job
         self._data = data
         self._log = log
-        self._engine = trainer.engine
+        self._trainer = trainer
+        engine = trainer.engine
         self._num_rows = settings.validated_rows(len(data.dataset_val), ranks=job.ranks)
         # A number of rows, or auto, for which search() sets a number.
         limit = settings.batch_size_val or settings.batch_size
-        self._sizer = self._engine.sizer.for_other_pass("validation_limit", limit, data.layout_val)
-        self._loss = data.loss_val(self._engine.loss)
-        self._evaluator = Evaluator(self._engine, self._loss, self._sizer)
+        self._sizer = engine.sizer.for_other_pass("validation_limit", limit, data.layout_val)
+        self._loss = data.loss_val(engine.loss)
+        self._evaluator = Evaluator(engine, self._loss, self._sizer)
 
-    def search(self, trainer: Trainer, limit_finder: LimitFinder) -> None:
+    def search(self, limit_finder: LimitFinder) -> None:
         """With ``batch_size_val: auto``, find how many of the longest rows fit without gradients.
 
         Raises:
@@ -379,14 +380,14 @@ class Validation:
         longest_rows = data.trial_rows_val()
         evaluation = Evaluation(
             partial(
-                self._engine.try_evaluation,
+                self._trainer.engine.try_evaluation,
                 loss=self._loss,
                 length=data.layout_val.padded(longest_rows.length),
             ),
             data.trial_rows(self._job.settings.probe.sequence_length),
         )
         result = limit_finder.find(
-            trainer,
+            self._trainer,
             SearchScope(longest_rows, evaluation=evaluation),
             maximum=limit_finder.rows_to_try(len(data.dataset_val), evaluation.lost_key),
         )

@@ -114,6 +114,7 @@ def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
         panels = {panel.title for panel in run_panels(RunData.from_entries(run.entries))}
         num_steps = sum(entry.kind == "step" for entry in run.entries)
         assert ("Loss" in panels) == bool(num_steps)
+    assert re.search("[12] of them torn", write_report(tmp_path)[0].read_text())
 
 
 @pytest.mark.parametrize(
