@@ -39,7 +39,7 @@ from torchtune.modules import TransformerDecoder
 from adaptive_batch import AdaptiveBatches, AdaptiveStep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
-from support.cli import OURS, STOCK, SmallSetup, make_setup, resume
+from support.cli import OURS, STOCK, SmallSetup, make_setup, resume_run
 
 NUM_ROWS = 32
 BATCH_SIZE = 4
@@ -277,7 +277,8 @@ def recipe(run: Run, *, name: str, settings: tuple[str, ...] = ()) -> Outcome:
     output = run.folder / "output"
     overrides = (f"batch_size={BATCH_SIZE}", f"model.attn_dropout={run.dropout}", *settings)
     if run.resumes:
-        finished = resume(SmallSetup(files, files / "small.yaml"), name, output, *overrides)
+        setup = SmallSetup(files, files / "small.yaml")
+        finished = resume_run(setup, output, *overrides, recipe=name)
     else:
         files.mkdir()
         try:

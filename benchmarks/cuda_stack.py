@@ -24,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -245,7 +245,9 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
 
 def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
     """Estimate the rows of a recorded case again, and compare with the recorded bytes."""
-    case = Case(Combination(**old["combination"]), old["device"], "bound")
+    names = [field.name for field in fields(Combination)]
+    combination = Combination(**{name: old["combination"][name] for name in names})
+    case = Case(combination, old["device"], "bound")
     entry = {}
     with Estimated(case).opened() as estimated:
         for name in CONFS.keys() & old.keys():

@@ -25,18 +25,20 @@ from support.fault_injection import PHASES, Way, sweep
 # Every N-th operation.
 QUICK = 29
 FLAGS = (False, True)
-WAYS = [Way(*combination) for combination in itertools.product(("rows", "tokens"), FLAGS, FLAGS)]
-WITH_ADAPTERS = [
-    Way("rows", checkpointing=False, adapters="LoRA"),
-    Way("tokens", checkpointing=True, adapters="DoRA"),
-    Way("rows", checkpointing=False, nested=True, adapters="QLoRA"),
-]
-WITH_TASKS = [
-    Way("rows", checkpointing=False, adapters="LoRA", task="DPO"),
-    Way("rows", checkpointing=True, nested=True, task="DPO"),
-    Way("tokens", checkpointing=True, adapters="LoRA", task="distillation"),
-    Way("rows", checkpointing=False, nested=True, task="distillation"),
-]
+WAYS = {
+    None: [Way(*each) for each in itertools.product(("rows", "tokens"), FLAGS, FLAGS)],
+    "adapters": [
+        Way("rows", checkpointing=False, adapters="LoRA"),
+        Way("tokens", checkpointing=True, adapters="DoRA"),
+        Way("rows", checkpointing=False, nested=True, adapters="QLoRA"),
+    ],
+    "tasks": [
+        Way("rows", checkpointing=False, adapters="LoRA", task="DPO"),
+        Way("rows", checkpointing=True, nested=True, task="DPO"),
+        Way("tokens", checkpointing=True, adapters="LoRA", task="distillation"),
+        Way("rows", checkpointing=False, nested=True, task="distillation"),
+    ],
+}
 
 
 def measure(way: Way, *, every: int) -> dict[str, Any]:
@@ -56,21 +58,16 @@ def measure(way: Way, *, every: int) -> dict[str, Any]:
 def main() -> None:
     parser = harness.parser(__doc__, quick=f"every {QUICK}th operation")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
-    kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
+    for kind, text in (("adapters", "on a frozen base"), ("tasks", "DPO and distillation")):
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=text)
     arguments = parser.parse_args()
     # The model is tiny.
     torch.set_num_threads(1)
-    name, ways = "faults", WAYS
-    if arguments.adapters:
-        name, ways = "faults_adapters", WITH_ADAPTERS
-    if arguments.tasks:
-        name, ways = "faults_tasks", WITH_TASKS
     phases = " ".join(f"{phase.replace(' ', '_')}:>{max(6, len(phase))}" for phase in PHASES)
     harness.run(
-        name,
+        f"faults_{arguments.kind}" if arguments.kind else "faults",
         arguments.output,
-        ways,
+        WAYS[arguments.kind],
         lambda way: measure(way, every=QUICK if arguments.quick else 1),
         columns=f"way:<38 places:>6 {phases} identical:>9 seconds:>8.1f",
         errors=lambda row: [row["differing"]] if row["differing"] or not row["places"] else [],

@@ -40,7 +40,6 @@ from cuda_stack import (
     StackRun,
     compared,
     compiled_sample,
-    peaks_of,
     sample,
 )
 from harness import Finished
@@ -63,7 +62,7 @@ def estimate(case: Case) -> dict[str, Any]:
     with Estimated(case).opened() as estimated:
         for name, conf in CONFS.items():
             rows = max(1, estimated.bound(conf)) if case.rows == "bound" else int(case.rows)
-            peaks[name] = {"rows": rows, "estimate": peaks_of(estimated.replayed(rows, conf))}
+            peaks[name] = {"rows": rows, "estimate": estimated.peaks(rows, conf)}
             if case.combination.compiled:
                 break
     return peaks

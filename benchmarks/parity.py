@@ -26,7 +26,7 @@ from support.cli import (
     SmallSetup,
     interrupted,
     make_setup,
-    resume,
+    resume_run,
     same_weights,
 )
 from torch._dynamo.utils import counters
@@ -83,8 +83,8 @@ def compare_resumed(setup: SmallSetup, features: Features) -> list[dict[str, Any
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
     overrides = [override for feature in features for override in FEATURES[feature]]
     stock, ours = (setup.run_in_process(recipe, *overrides) for recipe in (STOCK, OURS))
-    expected = resume(setup, STOCK, interrupted(stock, setup), *overrides)
-    resumed = resume(setup, OURS, interrupted(ours, setup), *overrides)
+    expected = resume_run(setup, interrupted(stock, setup), *overrides, recipe=STOCK)
+    resumed = resume_run(setup, interrupted(ours, setup), *overrides)
     return [outcome("resumed", features, expected, resumed)]
 
 

@@ -19,8 +19,17 @@ from typing import Any
 
 import harness
 import torch
-from support.cli import FEATURES, OURS, Finished, SmallSetup, make_setup, same_weights
-from support.stock import STOCK_ON_RANKS, resuming, run_tasks
+from support.cli import (
+    FEATURES,
+    OURS,
+    Finished,
+    SmallSetup,
+    interrupted,
+    make_setup,
+    resumes,
+    same_weights,
+)
+from support.stock import STOCK_ON_RANKS, run_tasks
 
 Overrides = tuple[str, ...]
 
@@ -148,7 +157,7 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, 
     finished = []
     for recipe, runs in zip((STOCK_ON_RANKS, OURS), run_both(setup, cases), strict=True):
         tasks = [
-            resuming(setup, recipe, begun, case.overrides)
+            (recipe, *case.overrides, *resumes(recipe, interrupted(begun, setup)))
             for case, begun in zip(cases, runs, strict=True)
         ]
         finished.append(run_tasks(setup, tasks, ranks=cases[0].ranks))

@@ -36,13 +36,8 @@ def main() -> None:
 
         def measure(name: str) -> dict[str, Any]:
             way = WAYS[name]
-            *_, last = train_in_parts(setup, way)
-            ranks = ", ".join(str(part.ranks) for part in way.parts)
-            return {
-                "way": name,
-                "ranks": ranks,
-                **compare(last.output_dir, train_alone(setup, way)),
-            }
+            found = compare(train_in_parts(setup, way), train_alone(setup, way))
+            return {"way": name, "ranks": ", ".join(str(ranks) for ranks, _ in way.parts), **found}
 
         harness.run(
             "resume_across_ranks",

@@ -18,30 +18,19 @@ from typing import Any
 
 import harness
 import torch
-from support.training_cases import (
-    CUDA_OPTIMIZERS,
-    OPTIMIZERS,
-    all_cases,
-    cases_with_adapters,
-    cases_with_tasks,
-    traces,
-)
+from support.training_cases import CUDA_OPTIMIZERS, OPTIMIZERS, cases, traces
 
 
 def main() -> None:
     parser = harness.parser(__doc__, quick="every seventh combination")
     kinds = parser.add_mutually_exclusive_group()
-    kinds.add_argument("--adapters", action="store_true", help="on a frozen base")
-    kinds.add_argument("--tasks", action="store_true", help="preference pairs and distillation")
+    for kind, text in (("adapters", "on a frozen base"), ("tasks", "DPO and distillation")):
+        kinds.add_argument(f"--{kind}", dest="kind", action="store_const", const=kind, help=text)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch; the model is tiny")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    name, combinations = "traceless", all_cases
-    if arguments.adapters:
-        name, combinations = "traceless_adapters", cases_with_adapters
-    if arguments.tasks:
-        name, combinations = "traceless_tasks", cases_with_tasks
+    name = f"traceless_{arguments.kind}" if arguments.kind else "traceless"
     device, optimizers = torch.device("cpu"), OPTIMIZERS
     if arguments.device == "cuda":
         name, device, optimizers = f"{name}-cuda", torch.device("cuda", 0), CUDA_OPTIMIZERS
@@ -60,7 +49,7 @@ def main() -> None:
     harness.run(
         name,
         arguments.output,
-        combinations(optimizers)[:: 7 if arguments.quick else 1],
+        cases(arguments.kind or "", optimizers)[:: 7 if arguments.quick else 1],
         measure,
         columns="case:<60 comparisons:>11 identical:>9 seconds:>7.1f",
         errors=lambda row: [

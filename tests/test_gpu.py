@@ -13,13 +13,7 @@ from contextlib import closing
 import pytest
 import torch
 from support.runners import build_runner
-from support.training_cases import (
-    CUDA_OPTIMIZERS,
-    Case,
-    Training,
-    deterministic,
-    traces,
-)
+from support.training_cases import Case, Training, deterministic, traces
 from torch import nn
 
 from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
@@ -103,9 +97,7 @@ def test_an_allocator_that_had_to_give_back_its_cache_is_told(memory):
 @pytest.mark.cuda_stack
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_the_bound_was_tried_and_the_next_rows_do_not_fit(memory, checkpointing):
-    training = Training(
-        Case("AdamW fused", checkpointing=checkpointing), device=CUDA, optimizers=CUDA_OPTIMIZERS
-    )
+    training = Training(Case("AdamW fused", checkpointing=checkpointing), device=CUDA)
     budget = torch.cuda.memory_reserved(CUDA) + 512 * MIB
     before = fraction()
     with training.rehearsal(budget_bytes=budget) as trial:

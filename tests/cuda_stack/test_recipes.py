@@ -71,15 +71,10 @@ def test_training_uses_the_bound_and_twice_the_rows_do_not_fit(setup):
 
 def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup):
     lengths = (
-        "dataset._component_=support.cuda_stack.squeezing.skewed_rows",
+        "dataset._component_=support.cuda_stack.squeezing.bimodal_rows",
         "dataset.number=4000",
         "dataset.longest=512",
-        "dataset.kind=bimodal",
         "model.max_seq_len=512",
-        *(
-            f"~dataset.{key}"
-            for key in ("data_files", "cache_dir", "split", "column_map", "train_on_input")
-        ),
     )
     folder = run_in_new_interpreter(
         setup,

@@ -17,7 +17,6 @@ from support.sharded_model import (
     make_rows,
     relative_error,
     token_losses,
-    twin,
     whole_gradients,
 )
 from torch.distributed.fsdp import fully_shard
@@ -88,7 +87,7 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
     """Two batches whose gradients are added up; in the second memory runs out on rank 1."""
     model = Decoder(checkpointing=checkpointing)
     batches = [rows_of(LENGTHS), rows_of(LATER_LENGTHS, seed=5)]
-    one_device = twin(model)
+    one_device = copy.deepcopy(model)
     expected = [mean_over_ranks(one_device, each) for each in batches]
     divided(model, reshard_after_forward=reshards)
     script = Script(model, phase=phase)
@@ -127,7 +126,7 @@ def out_of_memory_before_forward(where: str) -> dict[str, Any]:
     """Memory runs out on rank 1 as a batch is made or cut, of more than three rows."""
     model = Decoder()
     rows = rows_of(LENGTHS)
-    expected = mean_over_ranks(twin(model), rows)
+    expected = mean_over_ranks(copy.deepcopy(model), rows)
     divided(model)
 
     def needs_memory(num_rows: int) -> None:

@@ -26,7 +26,7 @@ def shared(page: Page, how: str) -> None:
     model = page.model
     assert isinstance(model, Decoder)
     if how == "DDP":
-        page.use(DistributedDataParallel(model), page.reference)
+        page.names["model"] = DistributedDataParallel(model)
     else:
         divided(model)
 
@@ -44,18 +44,13 @@ def own_rows(batch: Batch) -> Batch:
 
 
 def of_the_global_batch(name: str, how: str) -> tuple[float, list[int]]:
-    page = Page.of_decoder()
+    page = Page()
     case = CASES[name]
     batch = case.batch(page, LENGTHS)
     expected, _ = whole_gradients_of(page, case.whole, batch)
     shared(page, how)
-    step = AdaptiveStep(
-        page.model,
-        case.forward_backward(page),
-        micro_batch_size=2,
-        options=StepOptions(count_labels_over="ranks"),
-        **case.step_arguments(page),
-    )
+    options = StepOptions(count_labels_over="ranks")
+    step = case.step(page, micro_batch_size=2, options=options)
     losses = step(own_rows(batch))
     return relative_error(gradients_of(page), expected), [len(losses), step.num_micro_batches]
 
@@ -99,7 +94,7 @@ class OutOfMemory:
 
 def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
     """A batch that runs out of memory in one of its passes."""
-    page = Page.of_decoder()
+    page = Page()
     case = CASES["ratio over the batch"]
     model = page.model
     batch = page.batch(LENGTHS)

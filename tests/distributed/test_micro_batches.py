@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +17,8 @@ from support.sharded_model import (
     by_hand,
     divided,
     make_rows,
-    norm_of,
     relative_error,
     runner_of,
-    twin,
     whole_gradients,
     whole_parameters,
 )
@@ -116,12 +115,12 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder(checkpointing=way.checkpointing)
-    reference = twin(model)
+    reference = copy.deepcopy(model)
     divided(model, reshard_after_forward=way.reshards)
     free = runner(model, way)
     most = max(1, *(len(free.divide(mine)) for mine in dealt))
     expected, loss, label_tokens = by_hand(reference, rows)
-    norm = norm_of(expected)
+    norm = float(torch.nn.utils.get_total_norm(expected.values()))
     found: dict[str, Any] = {}
     for name, limit in (("gradients", None), ("clipped", 0.3 * norm + 1e-9)):
         run = free

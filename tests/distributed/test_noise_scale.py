@@ -14,11 +14,11 @@ from adaptive_batch.data import MicroBatchLimit
 
 def samples_of(kind: str, syncs_every_micro_batch: bool) -> list[list[float]]:
     """The numbers of the first samples."""
-    problem = TokenMeans(noise_scale=12.0, seed=3)
     # The first micro-batch of each rank: 8 rows over all.
     limit = MicroBatchLimit(8 // distributed.world_size())
-    sampler = problem.sampler(limit, kind, syncs_every_micro_batch=syncs_every_micro_batch)
-    samples = [sampler(problem.rows(32)) for _ in range(5)]
+    how = {"noise_scale": 12.0, "seed": 3, "syncs_every_micro_batch": syncs_every_micro_batch}
+    problem = TokenMeans(limit, kind, **how)
+    samples = [problem.sample(32) for _ in range(5)]
     return [[float(value) for value in vars(sample).values()] for sample in samples]
 
 

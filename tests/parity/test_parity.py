@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from support import adapters, distillation, preferences
-from support.cli import FEATURES, LOG, MODEL, OURS, STOCK, same_weights, write_vision_base
+from support.cli import FEATURES, LOG, MODEL, OURS, STOCK, block, same_weights, write_vision_base
 from support.stock import STOCK_ON_RANKS, run_tasks
 
 
@@ -195,11 +195,9 @@ def test_accumulated_losses_of_pairs_are_those_of_the_stock_recipe(small):
 
 @pytest.mark.slow
 def test_a_rank_whose_rows_have_no_label_does_not_make_the_loss_nan(small):
-    unlabelled = (
-        *(ONCE, "shuffle=False", "dataset=support.stock.partly_labelled"),
-        # Those of rank one's second batch.
-        "dataset.without_labels=[9,11,13,15]",
-    )
+    # Those of rank one's second batch.
+    rows = {"lengths": [8 + row % 5 for row in range(32)], "unlabelled": [9, 11, 13, 15]}
+    unlabelled = (ONCE, "shuffle=False", *block("dataset", "support.components.OfLengths", **rows))
     tasks = [(recipe, *unlabelled) for recipe in (STOCK_ON_RANKS, OURS)]
     stock, ours = ([float(loss) for loss in run.losses] for run in run_tasks(small, tasks, ranks=2))
     assert len(stock) == len(ours) == 4

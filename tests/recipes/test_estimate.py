@@ -76,7 +76,7 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
 
 @pytest.mark.slow
 def test_tensor_parallelism_is_estimated_and_divides_the_weights():
-    alone = Combination("llama3", 64, "AdamW").planned()
+    alone = planned(Combination("llama3", 64, "AdamW").to_estimate())[0].lengths[0]
     cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
     assert divided.check.counted_bytes == divided.check.expected_bytes
@@ -185,7 +185,7 @@ REFUSED = [
         for keys in ({"device": "cuda"}, {"enable_activation_checkpointing": True})
     ),
     ("optimizer._component_", "qwen2", {"optimizer": {"_component_": "bitsandbytes.optim.LARS"}}),
-    ("model", "qwen2", {"model": {"_component_": "support.model_families.looks_at_values"}}),
+    ("model", "qwen2", {"model": {"_component_": "support.model_families.LooksAtValues"}}),
 ]
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from support import components
-from support.cli import NUM_ROWS, OURS, records
+from support.cli import NUM_ROWS, OURS, block, records
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.report import write_report
@@ -97,13 +97,15 @@ def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
 
 def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):
     output = small.fresh_folder()
-    masked = ("dataset._component_=support.components.Masked", f"output_dir={output}")
+    rows = block("dataset", "support.components.OfLengths", lengths=[3] * 8)
+    masked = (*rows, f"dataset.unlabelled={list(range(8))}", f"output_dir={output}")
     with pytest.raises(SettingError, match="no row has a label after its first token"):
         small.run_in_process(OURS, *masked)
     assert not list(output.iterdir())
-    left_out = ("dataset.labelled=0", "shuffle=True", "batch_size=1", "max_steps_per_epoch=1")
+    one_label = (*masked, f"dataset.unlabelled={list(range(1, 8))}")
+    left_out = ("shuffle=True", "batch_size=1", "max_steps_per_epoch=1")
     with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
-        small.run_in_process(OURS, *masked, *left_out)
+        small.run_in_process(OURS, *one_label, *left_out)
     assert not list(output.glob("epoch_*"))
 
 

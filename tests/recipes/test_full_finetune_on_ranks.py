@@ -10,7 +10,8 @@ import re
 
 import pytest
 from support.cli import OURS, Finished, records
-from support.resumes_on_ranks import SGD, Part
+from support.stops import asks_at_step
+from support.trajectories import SGD
 
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import audit
@@ -157,7 +158,7 @@ def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(small):
 @pytest.mark.slow
 def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(small):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
-    asks = Part(2, 2).overrides()
+    asks = asks_at_step(2)
     first = small.run(OURS, *overrides, *asks, ranks=2, expect=EXIT_STATUS)
     goes_on = (f"output_dir={first.output_dir}", "resume_from_checkpoint=True")
     refused = small.run(OURS, *overrides, *goes_on, ranks=1, expect=1)
@@ -172,7 +173,7 @@ def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(small):
 @pytest.mark.slow
 def test_two_ranks_replace_an_unfinished_run_only_with_overwrite_output_dir(small):
     overrides = (*SGD, "batch_size=2")
-    asks = Part(1, 3).overrides()
+    asks = asks_at_step(3)
     folder = small.run(OURS, *overrides, *asks, ranks=1, expect=EXIT_STATUS).output_dir
     assert (folder / "step_3").exists()
     again = (OURS, *overrides, "seed=8", "epochs=1", f"output_dir={folder}")

@@ -177,7 +177,7 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
         f"dataset.lengths={lengths}",
     )
     confined = (
-        "metric_logger._component_=support.components.Confining",
+        "metric_logger._component_=support.stops.TakingMemory",
         "metric_logger.after_step=1",
         f"metric_logger.bytes_left={200 * 1024**2}",
     )

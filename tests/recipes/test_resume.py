@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
-from support.cli import FEATURES, OURS, records, resume_run, same_weights, weights
-from support.stops import stopped_after
+from support.cli import FEATURES, OURS, block, records, resume_run, same_weights, weights
+from support.stops import asks_at_step, asks_in_epoch, stopped_after
 from support.trajectories import run_differences
 
 from adaptive_batch.checkpoint import checkpoints_in
@@ -128,35 +128,24 @@ def test_the_last_epoch_is_saved_as_weights_alone_if_the_disk_holds_no_more(
     assert not list(done.output_dir.glob("step_*"))
 
 
-def asking_to_end(at_step):
-    return "metric_logger._component_=support.stops.AskingToEnd", f"metric_logger.at_step={at_step}"
-
-
 def ends_early(small, folder, *overrides):
     with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
         small.run_in_process(OURS, *overrides, f"output_dir={folder}")
     return records(folder, "preempted")[-1]["step"]
 
 
-LOADING = ("checkpointer._component_=support.stops.AskingCheckpointer", "checkpointer.at_epoch=-1")
 AGAIN = "this run has no checkpoint yet, so it cannot resume; start it again"
 
 
 def test_a_run_stopped_before_its_first_save_reports_that_nothing_is_saved(small, capfd):
     with pytest.raises(AssertionError, match=f"exit status {EXIT_STATUS}"):
-        small.run_in_process(OURS, *LOADING)
+        small.run_in_process(OURS, *asks_in_epoch(-1))
     assert f"stop requested: {AGAIN}" in capfd.readouterr().err
-
-
-ASKING_IN_EPOCH_0 = (
-    "checkpointer._component_=support.stops.AskingCheckpointer",
-    "checkpointer.at_epoch=0",
-)
 
 
 def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole):
     folder = small.fresh_folder()
-    assert ends_early(small, folder, *DROPOUT, *ASKING_IN_EPOCH_0) == 8
+    assert ends_early(small, folder, *DROPOUT, *asks_in_epoch(0)) == 8
     resume_run(small, folder, *DROPOUT)
     assert went_on_from(folder) == "step_8"
     assert_the_same(folder, whole)
@@ -165,7 +154,7 @@ def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole):
 def two_runs(small, whole):
     """Return a folder with an ended run and a killed one that was replacing it, and both names."""
     folder = small.fresh_folder()
-    ends_early(small, folder, "seed=8", *DROPOUT, *asking_to_end(4))
+    ends_early(small, folder, "seed=8", *DROPOUT, *asks_at_step(4))
     for path in (*whole.output_dir.glob("step_*"), *whole.output_dir.glob("epoch_*")):
         shutil.copytree(path, folder / path.name)
     first, second = (last_start(path)["run"] for path in (whole.output_dir, folder))
@@ -221,7 +210,7 @@ def test_an_export_that_a_kill_prevented_is_made_when_the_run_resumes(small, ste
 
 def test_an_export_of_another_run_does_not_replace_one_that_a_kill_prevented(small, whole):
     folder = small.fresh_folder()
-    ends_early(small, folder, "seed=8", *DROPOUT, *ASKING_IN_EPOCH_0)
+    ends_early(small, folder, "seed=8", *DROPOUT, *asks_in_epoch(0))
     exported = weights(folder / "epoch_0")
     shutil.rmtree(folder / "epoch_0")
     shutil.copytree(whole.output_dir / "epoch_0", folder / "epoch_0")
@@ -274,7 +263,7 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
     replaces = ("overwrite_output_dir=True", "seed=8", "save_every_n_steps=2", *DROPOUT)
     before = saves_in(folder)
     assert before == ["epoch_0", "step_3", "step_6", "step_8", "step_9"]
-    asking = asking_to_end(1)
+    asking = asks_at_step(1)
     # No file may grow, so that nothing is saved.
     with pytest.raises(CheckpointError):
         small.run_in_process(OURS, *replaces, *full_disk(1, 99), f"output_dir={folder}")
@@ -370,13 +359,8 @@ def unlimited():
 
 
 def full_disk(first, last, num_bytes=100_000):
-    logger = {
-        "_component_": "support.stops.Limiting",
-        "from_step": first,
-        "num_bytes": num_bytes,
-        "until_step": last,
-    }
-    return tuple(f"metric_logger.{key}={value}" for key, value in logger.items())
+    limits = {"from_step": first, "num_bytes": num_bytes, "until_step": last}
+    return block("metric_logger", "support.stops.FillingDisk", **limits)
 
 
 def test_a_full_disk_skips_a_resume_point_and_ends_a_run_that_cannot_save_its_epoch(

@@ -48,7 +48,7 @@ def test_an_invalid_row_of_validation_ends_the_run_and_is_named(small):
 
 def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
     rows = (
-        "dataset._component_=support.components.OfKind",
+        "dataset._component_=support.components.OfLengths",
         f"dataset.lengths={COUNTED}",
         "epochs=1",
         "batch_tokens=60",

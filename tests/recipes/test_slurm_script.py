@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT, subprocess_environment
-from support.processes import reserved_port
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
 STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_steps=5")
@@ -28,8 +28,13 @@ def cluster(tmp_path):
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1"}
     # gloo, and a core for each rank
     slurm |= {"SLURM_GPUS_ON_NODE": "2", "OMP_NUM_THREADS": "1"}
-    with reserved_port() as port:
-        yield {**subprocess_environment(), **slurm, "PATH": path, "MASTER_PORT": str(port)}
+    with socket.socket() as held:
+        # Bound, so that the system gives the port to nobody else. With this option on both, as
+        # torch's store sets it, another socket may listen there.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        port = str(held.getsockname()[1])
+        yield {**subprocess_environment(), **slurm, "PATH": path, "MASTER_PORT": port}
 
 
 def play(name, text, folder):

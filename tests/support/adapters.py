@@ -5,18 +5,6 @@ from __future__ import annotations
 import torch
 from support.cli import Finished, SmallSetup, cosine_after, make_setup, same_weights
 
-__all__ = [
-    "KINDS",
-    "LORA",
-    "LORA_MODEL",
-    "OURS",
-    "STOCK",
-    "STOCK_ON_RANKS",
-    "adapters",
-    "make_wide_setup",
-    "same_epoch",
-]
-
 OURS = "adaptive_lora_finetune"
 STOCK, STOCK_ON_RANKS = "lora_finetune_single_device", "lora_finetune_distributed"
 LORA_MODEL = (

@@ -13,7 +13,7 @@ import gc
 import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterator
 from itertools import zip_longest
 from typing import Any
 
@@ -21,92 +21,57 @@ import torch
 
 from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
-SEGMENT = (
-    "total_size",
-    "allocated_size",
-    "active_size",
-    "requested_size",
-    "stream",
-    "segment_type",
-    "is_expandable",
-)
 
-
-def simulated() -> CachingAllocator:
-    """Return an allocator with the settings of the environment."""
-    return CachingAllocator(AllocatorSettings.from_environment())
-
-
-def segments_of(allocator: CachingAllocator) -> list[dict[str, Any]]:
-    """Return what a simulated allocator has reserved as ``torch.cuda.memory_snapshot()`` does.
-
-    Segments are ordered by address.
-    """
-    segments: list[dict[str, Any]] = []
-    for head in reversed(allocator.segments):
-        segments.append(_empty_segment(head, allocator._is_expandable))
-        block: Any = head
-        while block is not None:
-            _add_to_segment(segments[-1], block)
-            block = block.next
-    return segments
-
-
-def _empty_segment(first: Any, is_expandable: bool) -> dict[str, Any]:
-    """Return the entry of a segment before its blocks are added."""
-    return {
-        "address": first.address,
-        "stream": first.pool.stream,
-        "segment_type": "small" if first.pool.is_small else "large",
-        "total_size": 0,
-        "allocated_size": 0,
-        "active_size": 0,
-        "requested_size": 0,
-        "is_expandable": is_expandable,
-        "blocks": [],
-    }
-
-
-def _add_to_segment(segment: dict[str, Any], block: Any) -> None:
-    state = "inactive"
-    requested = 0
-    segment["total_size"] += block.size
-    if block.is_allocated:
-        state = "active_allocated"
-        requested = block.requested
-        segment["allocated_size"] += block.size
-        segment["active_size"] += block.size
-        segment["requested_size"] += requested
-    segment["blocks"].append(
-        {
-            "address": block.address,
-            "size": block.size,
-            "requested_size": requested,
-            "state": state,
-        }
+def real_segments() -> list[Any]:
+    """List the segments that PyTorch has reserved, and the blocks of each, by falling address."""
+    segments = sorted(
+        torch.cuda.memory_snapshot(), key=lambda segment: segment["address"], reverse=True
     )
-
-
-def described(segments: Iterable[dict[str, Any]]) -> list[Any]:
-    """List segments with their blocks; addresses by the distance from the highest segment's, which
-    differ for expandable ones: each reserves more than its device has.
-    """
-    ordered = sorted(segments, key=lambda segment: segment["address"], reverse=True)
     return [
         [
-            0 if segment["is_expandable"] else segment["address"] - ordered[0]["address"],
-            *(segment[key] for key in SEGMENT),
+            # An expandable segment reserves more addresses than its device has memory.
+            0 if segment["is_expandable"] else segment["address"] - segments[0]["address"],
+            segment["total_size"],
+            segment["stream"],
+            segment["segment_type"],
+            segment["is_expandable"],
             [
-                [
-                    block["size"],
-                    block["state"],
-                    block["requested_size"] * (block["state"] == "active_allocated"),
-                ]
+                (block["size"], block["state"], block["requested_size"])
+                if block["state"] == "active_allocated"
+                else (block["size"], block["state"], 0)
                 for block in segment["blocks"]
             ],
         ]
-        for segment in ordered
+        for segment in segments
     ]
+
+
+def simulated_segments(allocator: CachingAllocator) -> list[Any]:
+    """List the same of a simulated allocator."""
+    heads = sorted(allocator.segments, key=lambda head: head.address, reverse=True)
+    return [
+        [
+            0 if allocator._is_expandable else head.address - heads[0].address,
+            sum(block.size for block in blocks_from(head)),
+            head.pool.stream,
+            "small" if head.pool.is_small else "large",
+            allocator._is_expandable,
+            [
+                (block.size, "active_allocated", block.requested)
+                if block.is_allocated
+                else (block.size, "inactive", 0)
+                for block in blocks_from(head)
+            ],
+        ]
+        for head in heads
+    ]
+
+
+def blocks_from(block: Any) -> Iterator[Any]:
+    """Yield a block and those after it in its segment."""
+    while block is not None:
+        yield block
+        block = block.next
 
 
 def difference(allocator: CachingAllocator) -> dict[str, Any]:
@@ -120,20 +85,9 @@ def difference(allocator: CachingAllocator) -> dict[str, Any]:
         pairs[name] = (stats[f"{of_name}.current"], getattr(allocator, f"{name}_bytes"))
         peak = getattr(allocator, f"peak_{name}_bytes", allocator.reserved_bytes)
         pairs[f"peak_{name}"] = (stats[f"{of_name}.peak"], peak)
-    here, there = described(torch.cuda.memory_snapshot()), described(segments_of(allocator))
-    pairs["segments"] = next(
-        (pair for pair in zip_longest(here, there) if pair[0] != pair[1]), (None, None)
-    )
-    return {
-        name: (real, simulation) for name, (real, simulation) in pairs.items() if real != simulation
-    }
-
-
-def counted(allocator: CachingAllocator) -> dict[str, int]:
-    return {
-        "reserved": allocator.reserved_bytes,
-        "segments": len(segments_of(allocator)),
-    }
+    both = zip_longest(real_segments(), simulated_segments(allocator))
+    pairs["segments"] = next((pair for pair in both if pair[0] != pair[1]), (None, None))
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
@@ -143,7 +97,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
-    allocator = simulated()
+    allocator = CachingAllocator(AllocatorSettings.from_environment())
     held: list[tuple[torch.Tensor, Any]] = []
     largest = draw.choice([18, 21, 23, 25, 27, 29, 30])
     few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]
@@ -159,19 +113,14 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
             tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
             held.append((tensor, allocator.malloc(size)))
             del tensor
-        if (
-            number % 250 == 0 or number == num_operations
-        ):  # PyTorch 2.13 loses references with each snapshot
+        # PyTorch 2.13 loses references with each snapshot.
+        if number % 250 == 0 or number == num_operations:
             found = difference(allocator)
         if found:
             break
-    return {"case": f"seed {seed}", "operations": number, **counted(allocator), "difference": found}
-
-
-def main() -> None:
-    for seed in sys.argv[1:]:
-        print(json.dumps(random_sequence(int(seed))), flush=True)
+    return {"seed": seed, "reserved": allocator.reserved_bytes, "difference": found}
 
 
 if __name__ == "__main__":
-    main()
+    for seed in sys.argv[1:]:
+        print(json.dumps(random_sequence(int(seed))), flush=True)

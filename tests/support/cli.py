@@ -129,18 +129,16 @@ _HALF = (
 )
 
 
-def resume_run(setup: SmallSetup, folder: Path, *overrides: str, recipe: str = OURS) -> Finished:
-    """Resume a recipe's run of a folder."""
-    keys = (f"output_dir={folder}", "resume_from_checkpoint=True")
-    return setup.run_in_process(recipe, *overrides, *keys)
+def block(name: str, component: str, **keys: Any) -> tuple[str, ...]:
+    """The overrides that build a block of the configuration from a component."""
+    values = {"_component_": component, **keys}
+    return tuple(f"{name}.{key}={value}" for key, value in values.items())
 
 
 def cosine_after(warmup_steps: int) -> tuple[str, ...]:
     """The overrides of torchtune's cosine schedule after so many steps of warm-up."""
-    return (
-        "lr_scheduler._component_=torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        f"lr_scheduler.num_warmup_steps={warmup_steps}",
-    )
+    component = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
+    return block("lr_scheduler", component, num_warmup_steps=warmup_steps)
 
 
 # What a run may have besides the defaults, each as the command line gives it. The rows divide into
@@ -166,17 +164,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended.
+    """A run that has ended."""
 
-    Attributes:
-        output: what it printed; empty for a run within this process.
-        output_dir: where it wrote.
-        spread: seconds from the end of its first process to that of its last.
-    """
-
-    output: str
+    output: str  # printed; empty for a run within this process
     output_dir: Path
-    spread: float = 0.0
+    spread: float = 0.0  # seconds from the end of its first process to that of its last
 
     @property
     def losses(self) -> list[str]:
@@ -191,15 +183,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class SmallSetup:
-    """Dataset, tokenizer, base checkpoint and configuration in one folder.
-
-    Attributes:
-        folder: holds everything, the outputs of runs included.
-        config: the YAML that the runs start from, with one key of ours.
-    """
+    """Dataset, tokenizer, base checkpoint and configuration in one folder, and outputs of runs."""
 
     folder: Path
-    config: Path
+    config: Path  # that the runs start from, with one key of ours
 
     def run(
         self,
@@ -321,24 +308,41 @@ def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
     base = folder / "base"
     base.mkdir()
     demo.write_tokenizer(base, [text for row in rows for text in row.values()])
-    written = {
-        "num_attention_heads": arguments["num_heads"],
-        "num_key_value_heads": arguments["num_kv_heads"],
-        "hidden_size": arguments["embed_dim"],
-        "tie_word_embeddings": False,
-    }
-    (base / "config.json").write_text(json.dumps(written))
-    model = qwen2(**arguments)
-    fill(model)
-    save_file(
-        qwen2_tune_to_hf(model.state_dict()), base / "model.safetensors", metadata={"format": "pt"}
-    )
+    write_checkpoint(base, arguments)
     config = folder / "small.yaml"
     OmegaConf.save(
         OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": arguments}),
         config,
     )
     return SmallSetup(folder, config)
+
+
+def write_checkpoint(folder: Path, dimensions: dict[str, Any], *, output_scale: float = 1) -> None:
+    """Write a Qwen2 with random weights in the format of Hugging Face."""
+    written = {
+        "num_attention_heads": dimensions["num_heads"],
+        "num_key_value_heads": dimensions["num_kv_heads"],
+        "hidden_size": dimensions["embed_dim"],
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(written))
+    model = qwen2(**dimensions)
+    fill(model)
+    model.output.weight.data *= output_scale
+    state = qwen2_tune_to_hf(model.state_dict())
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def checkpointer_of(name: str, folder: Path) -> tuple[str, ...]:
+    """The overrides of a block that reads what :func:`write_checkpoint` wrote."""
+    return block(
+        name,
+        "torchtune.training.FullModelHFCheckpointer",
+        checkpoint_dir=folder,
+        checkpoint_files="[model.safetensors]",
+        output_dir="${output_dir}",
+        model_type="QWEN2",
+    )
 
 
 def docstrings() -> list[dict[str, str]]:
@@ -413,18 +417,19 @@ def interrupted(finished: Finished, setup: SmallSetup) -> Path:
     return folder
 
 
-def typed_files(folder: Path) -> tuple[str, ...]:
-    """The override by which a stock recipe goes on from the first epoch of a folder."""
-    files = [
-        path.relative_to(folder) for path in sorted((folder / "epoch_0").glob("*.safetensors"))
-    ]
-    return (f"checkpointer.checkpoint_files=[{','.join(map(str, files))}]",)
+def resumes(recipe: str, folder: Path) -> tuple[str, ...]:
+    """The overrides by which a recipe goes on in a folder; a stock one, from its first epoch."""
+    keys = (f"output_dir={folder}", "resume_from_checkpoint=True")
+    if recipe.startswith("adaptive_"):
+        return keys
+    paths = sorted((folder / "epoch_0").glob("*.safetensors"))
+    files = ",".join(str(path.relative_to(folder)) for path in paths)
+    return (*keys, f"checkpointer.checkpoint_files=[{files}]")
 
 
-def resume(setup: SmallSetup, recipe: str, folder: Path, *overrides: str) -> Finished:
-    """Go on in a folder, each recipe in its own way."""
-    own = typed_files(folder) if recipe == STOCK else ()
-    return resume_run(setup, folder, *overrides, *own, recipe=recipe)
+def resume_run(setup: SmallSetup, folder: Path, *overrides: str, recipe: str = OURS) -> Finished:
+    """Go on with a run in its folder."""
+    return setup.run_in_process(recipe, *overrides, *resumes(recipe, folder))
 
 
 def own_compiler() -> AbstractContextManager[None]:

@@ -2,13 +2,10 @@
 and parts of a run that record it or run out of memory.
 """
 
-import ctypes
 import itertools
 import json
 import os
-import resource
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -86,38 +83,29 @@ class WithOddRow:
 
     def __getitem__(self, number):
         tokens = [1 + (number + i) % 500 for i in range(12)]
-        if self.row == "unlabelled" and number == self.at:
-            return {"tokens": tokens}
-        return self.odd(tokens) if number == self.at else {"tokens": tokens, "labels": tokens}
-
-    def odd(self, tokens):
-        if self.row == "raises":
-            raise ValueError("no text")
-        changed = {
-            "long": tokens * 5 + tokens[:5],
-            "foreign": [*tokens[:-1], MODEL["vocab_size"]],
-            "negative": [*tokens[:-1], -3],
-            "empty": [],
-            "floats": [0.5] * 12,
-        }
-        tokens = changed.get(self.row, tokens)
-        other = {"unlike": [*tokens, 1], "foreign_label": [*tokens[:-1], MODEL["vocab_size"]]}
-        return {"tokens": tokens, "labels": other.get(self.row, tokens)}
-
-
-class Masked:
-    """A dataset of which one row has a label, or none."""
-
-    def __init__(self, tokenizer, rows=8, labelled=None, **_):
-        self.rows = rows
-        self.labelled = labelled
-
-    def __len__(self):
-        return self.rows
-
-    def __getitem__(self, row):
-        label = 2 if row == self.labelled else -100
-        return {"tokens": [1, 2, 3 + row], "labels": [-100, label, -100]}
+        labels = tokens
+        if number != self.at:
+            return {"tokens": tokens, "labels": labels}
+        match self.row:
+            case "raises":
+                raise ValueError("no text")
+            case "unlabelled":
+                return {"tokens": tokens}
+            case "long":
+                tokens = labels = tokens * 5 + tokens[:5]
+            case "foreign":
+                tokens = labels = [*tokens[:-1], MODEL["vocab_size"]]
+            case "negative":
+                tokens = labels = [*tokens[:-1], -3]
+            case "empty":
+                tokens = labels = []
+            case "floats":
+                tokens = labels = [0.5] * 12
+            case "unlike":
+                labels = [*tokens, 1]
+            case "foreign_label":
+                labels = [*tokens[:-1], MODEL["vocab_size"]]
+        return {"tokens": tokens, "labels": labels}
 
 
 class Augmented:
@@ -134,13 +122,25 @@ class Augmented:
         return {"tokens": [row + 1 + shift] * 12, "labels": [-100] * 2 + [row + 1 + shift] * 10}
 
 
+# Types of tokens and labels.
+KINDS = {
+    "list": list,
+    "array": np.array,
+    "tensor": torch.tensor,
+    "tuple": tuple,
+    "list of numpy": lambda tokens: list(np.array(tokens)),
+}
+
+
 class OfLengths:
-    """Rows of given lengths; the first token of each is its number plus 1, so that it is known
-    wherever it turns up.
+    """Rows of given lengths, some without labels; the first token of each is its number plus 1, so
+    that it is known wherever it turns up.
     """
 
-    def __init__(self, tokenizer, lengths, **_):
-        self.lengths = list(lengths)
+    unlabelled, kind = (), "list"
+
+    def __init__(self, tokenizer, lengths, unlabelled=(), kind="list", **_):
+        self.lengths, self.unlabelled, self.kind = list(lengths), unlabelled, kind
 
     def __len__(self):
         return len(self.lengths)
@@ -148,7 +148,9 @@ class OfLengths:
     def __getitem__(self, row):
         tokens = [row + 1]
         tokens += [1 + (row * row + 7 * i * i) % 500 for i in range(1, self.lengths[row])]
-        return {"tokens": tokens, "labels": [-100, *tokens[1:]]}
+        labels = [-100] * len(tokens) if row in self.unlabelled else [-100, *tokens[1:]]
+        make = KINDS[self.kind]
+        return {"tokens": make(tokens), "labels": make(labels)}
 
 
 def leaving_out(rows, padding_idx=0, ignore_idx=-100):
@@ -167,24 +169,6 @@ def labelling(rows, padding_idx=0, ignore_idx=-100):
     """A collate function that makes the labels of rows that have none."""
     rows = [{**row, "labels": [ignore_idx, *row["tokens"][1:]]} for row in rows]
     return padded_collate_sft(rows, padding_idx=padding_idx, ignore_idx=ignore_idx)
-
-
-class OfKind(OfLengths):
-    """Rows whose tokens are a list, an array or a tensor of some numbers."""
-
-    def __init__(self, tokenizer, lengths, kind, **_):
-        super().__init__(tokenizer, lengths)
-        self.kind = kind
-
-    def __getitem__(self, number):
-        row = super().__getitem__(number)
-        kinds = {
-            "array": np.array,
-            "tensor": torch.tensor,
-            "tuple": tuple,
-            "list of numpy": lambda x: list(np.array(x)),
-        }
-        return {key: kinds.get(self.kind, list)(value) for key, value in row.items()}
 
 
 class OfLengthsNow(OfLengths):
@@ -230,17 +214,20 @@ class Seen(NamedTuple):
 SEEN = []
 
 
-def watched(*, rows_fit=None, **model):
-    """A Qwen2 that writes down what goes through it, and runs out of memory in training beyond so
-    many rows.
+def watched(*, rows_fit=None, refused=None, **model):
+    """A Qwen2 that writes down what goes through it, and runs out of memory in training beyond
+    `rows_fit` rows: in any micro-batch, or in those with one of the rows `refused` of
+    :class:`OfLengths`.
     """
     built = qwen2(**model)
 
     def before(module, args, kwargs):
         tokens = kwargs["tokens"]
-        if rows_fit and torch.is_grad_enabled() and len(tokens) > rows_fit:
+        numbers = (tokens[:, 0] - 1).tolist()
+        is_large = rows_fit and torch.is_grad_enabled() and len(numbers) > rows_fit
+        if is_large and (refused is None or not set(numbers).isdisjoint(refused)):
             out_of_memory()
-        SEEN.append(Seen((tokens[:, 0] - 1).tolist(), tokens.shape[1], torch.is_grad_enabled()))
+        SEEN.append(Seen(numbers, tokens.shape[1], torch.is_grad_enabled()))
 
     built.register_forward_pre_hook(before, with_kwargs=True)
     return built
@@ -258,29 +245,6 @@ class Watching(DiskLogger):
         SEEN.clear()
 
 
-class Confining(DiskLogger):
-    """A log that leaves the process, after a step, only so many bytes of address space more than it
-    has.
-
-    What is freed goes back to the system at once: what the C library would keep could be enough for
-    the steps to come.
-    """
-
-    def __init__(self, log_dir, filename, after_step, bytes_left):
-        super().__init__(log_dir, filename)
-        assert ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of malloc.h
-        self.after_step, self.bytes_left = after_step, bytes_left
-
-    def log_dict(self, payload, step):
-        super().log_dict(payload, step)
-        if step == self.after_step:
-            held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-            resource.setrlimit(
-                resource.RLIMIT_AS,
-                (held + self.bytes_left, resource.getrlimit(resource.RLIMIT_AS)[1]),
-            )
-
-
 class FailingAdamW(torch.optim.AdamW):
     """An optimizer whose step runs out of memory when it is taken for the given time."""
 
@@ -295,25 +259,6 @@ class FailingAdamW(torch.optim.AdamW):
         return super().step(closure)
 
 
-def refusing(*, refused, rows_fit, **model):
-    """A Qwen2 that runs out of memory wherever one of some rows of :class:`OfLengths` is run with
-    too many beside it.
-    """
-    built = qwen2(**model)
-
-    def before(module, args, kwargs):
-        numbers = (kwargs["tokens"][:, 0] - 1).tolist()
-        if (
-            torch.is_grad_enabled()
-            and len(numbers) > rows_fit
-            and any(number in refused for number in numbers)
-        ):
-            out_of_memory()
-
-    built.register_forward_pre_hook(before, with_kwargs=True)
-    return built
-
-
 def rows_by_rank(epoch, batch_size):
     """A function that is not the same on all ranks."""
     return int(os.environ["RANK"])
@@ -325,12 +270,7 @@ def batch_by_rank(progress):
 
 
 class SpoiledLoss(torch.nn.CrossEntropyLoss):
-    """A loss that is NaN in some micro-batches, counted from 1, or whose gradients alone are.
-
-    Args:
-        at: the micro-batches.
-        gradients_alone: the loss itself stays as it is.
-    """
+    """A loss that is NaN in the micro-batches `at`, counted from 1, or has NaN gradients there."""
 
     def __init__(self, at, gradients_alone=False):
         super().__init__(ignore_index=-100)
@@ -345,13 +285,8 @@ class SpoiledLoss(torch.nn.CrossEntropyLoss):
 
 
 class LossThatEnds(torch.nn.CrossEntropyLoss):
-    """A loss in which the process is ended: by ``sys.exit`` with a status, or as by Ctrl-C where
-    that is None.
-
-    Args:
-        status: of the exit.
-        at: the micro-batch that ends it, counted from 1.
-        rank: whose process it is; None for all.
+    """A loss that ends the process in the micro-batch `at`, counted from 1, on one rank or on all:
+    by ``sys.exit`` with a status, or as by Ctrl-C where that is None.
     """
 
     def __init__(self, status, at=1, rank=None):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import torch
-from safetensors.torch import save_file
 from support.adapters import LORA_MODEL
-from support.cli import MODEL, SmallSetup, cosine_after, fill
+from support.cli import MODEL, SmallSetup, block, checkpointer_of, cosine_after, write_checkpoint
 from torch import nn
-from torchtune.models.qwen2 import qwen2
-from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
 OURS = "adaptive_distill"
-STOCK = "knowledge_distillation_single_device"
-STOCK_ON_RANKS = "knowledge_distillation_distributed"
 CORRECTED = "support/corrected_distillation.py"
 TEACHER = {**MODEL, "num_layers": 3, "embed_dim": 48, "intermediate_dim": 80}
 METRICS = ("class_loss", "kd_loss")
@@ -23,8 +16,7 @@ KD_LOSS = "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"
 FULL = (
     f"kd_loss._component_={KD_LOSS}",
     "kd_ratio=0.3",
-    "teacher_model._component_=torchtune.models.qwen2.qwen2",
-    *(f"teacher_model.{name}={value}" for name, value in TEACHER.items()),
+    *block("teacher_model", "torchtune.models.qwen2.qwen2", **TEACHER),
     *cosine_after(3),
 )
 LORA = (*FULL, *LORA_MODEL, "~optimizer_in_bwd")
@@ -38,32 +30,9 @@ def write_teacher(setup: SmallSetup) -> tuple[str, ...]:
     """Write a teacher's checkpoint; return the overrides by which a run reads it."""
     folder = setup.folder / "teacher"
     folder.mkdir(exist_ok=True)
-    written = {
-        "num_attention_heads": TEACHER["num_heads"],
-        "num_key_value_heads": TEACHER["num_kv_heads"],
-        "hidden_size": TEACHER["embed_dim"],
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(written))
-    model = qwen2(**TEACHER)
-    fill(model)
     # Far from a uniform prediction, so that what it says matters.
-    model.output.weight.data *= 8
-    state = qwen2_tune_to_hf(
-        model.state_dict(),
-        num_heads=TEACHER["num_heads"],
-        num_kv_heads=TEACHER["num_kv_heads"],
-        dim=TEACHER["embed_dim"],
-    )
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    return (
-        "teacher_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
-        f"teacher_checkpointer.checkpoint_dir={folder}",
-        "teacher_checkpointer.checkpoint_files=[model.safetensors]",
-        "teacher_checkpointer.recipe_checkpoint=null",
-        "teacher_checkpointer.output_dir=${output_dir}",
-        "teacher_checkpointer.model_type=QWEN2",
-    )
+    write_checkpoint(folder, TEACHER, output_scale=8)
+    return checkpointer_of("teacher_checkpointer", folder)
 
 
 class ExactForwardKL(nn.Module):
@@ -85,17 +54,13 @@ class ExactForwardKL(nn.Module):
 class MeanOfAllTokens(ExactForwardKL):
     """A mean that counts tokens without a label too."""
 
-    def forward(
-        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, student_logits, teacher_logits, labels):  # type: ignore[no-untyped-def]
         return super().forward(student_logits, teacher_logits, torch.zeros_like(labels))
 
 
 class SumOfTokens(ExactForwardKL):
     """The same as a sum, which a split would change."""
 
-    def forward(
-        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(self, student_logits, teacher_logits, labels):  # type: ignore[no-untyped-def]
         mean = super().forward(student_logits, teacher_logits, labels)
         return mean * (labels != self.ignore_index).sum()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 import torchao.optim
 from support import sharded_model
@@ -26,62 +24,53 @@ OPTIMIZERS = {
 }
 
 
-for states in (
-    subclass_4bit,
-    subclass_8bit,
-):  # tables that are looked into, which fake ones cannot be
+# Tables that are looked into, which fake ones cannot be.
+for states in (subclass_4bit, subclass_8bit):
     states.get_qmap_signed()
     states.get_qmap_unsigned()
 
 
-def Decoder(*, checkpointing=False, words=WORDS, layers=3):
+def Decoder(*, checkpointing=False):
     """A decoder with tied embeddings and a frozen layer."""
-    size = {"width": WIDTH, "vocabulary": words, "layers": layers}
+    size = {"width": WIDTH, "vocabulary": WORDS, "layers": 3}
     return sharded_model.Decoder(**size, checkpointing=checkpointing, dtype=torch.float32)
 
 
-def run(model, put, rows, *, length=LENGTH):
-    batch = {"tokens": torch.ones(rows, length, dtype=torch.int64), "rows": rows}
-    put(batch)
-    logits = model(batch["tokens"])
-    F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten()).backward()
-
-
-def made(model, optimizer, in_backward):
+def step_arguments(model, device, optimizer="AdamW fused", *, in_backward=False, accumulates=False):
+    """Arguments of a step on a device of fake tensors, or of a dry run without one."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not in_backward:
-        return OPTIMIZERS[optimizer](trained)
-    return OptimizerInBackward(
-        {parameter: OPTIMIZERS[optimizer]([parameter]) for parameter in trained}
-    )
+    make = OPTIMIZERS[optimizer]
+    if in_backward:
+        stepping = OptimizerInBackward({parameter: make([parameter]) for parameter in trained})
+    else:
+        stepping = make(trained)
+
+    def forward_backward(rows):
+        batch = {"tokens": torch.ones(rows, LENGTH, dtype=torch.int64), "rows": rows}
+        if device is not None:
+            device.move_batch(batch)
+        logits = model(batch["tokens"])
+        F.cross_entropy(logits.flatten(0, 1), batch["tokens"].flatten()).backward()
+
+    def step():
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        stepping.step()
+
+    return {
+        "model": model,
+        "optimizer": stepping,
+        "forward_backward": forward_backward,
+        "step": step,
+        "accumulates": accumulates,
+    }
 
 
-def stepped(model, optimizer):
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def fake_step(
-    optimizer="AdamW fused",
-    *,
-    in_backward=False,
-    accumulates=False,
-    model=None,
-    device=None,
-    **options,
-):
-    device = device or FakeDevice()
+def fake_step(optimizer="AdamW fused", *, model=None, checkpointing=False, **how):
+    device = FakeDevice()
     if model is None:
         with torch.device("meta"):
-            model = Decoder(**options)
+            model = Decoder(checkpointing=checkpointing)
     device.move(model)
     with device.mode:
-        taking = made(model, optimizer, in_backward)
-    return FakeStep(
-        model=model,
-        optimizer=taking,
-        forward_backward=partial(run, model, device.move_batch),
-        step=lambda: stepped(model, taking),
-        accumulates=accumulates,
-        device=device,
-    )
+        arguments = step_arguments(model, device, optimizer, **how)
+    return FakeStep(device=device, **arguments)

@@ -1,41 +1,8 @@
-"""Fakes of what stands behind the seams."""
+"""A fake of ``torch.cuda``."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-
-from adaptive_batch.memory.device import CountedMemory
-from adaptive_batch.probe import Trial
-
-
-class IdealDevice:
-    """A size fits exactly when its peak, a known function of the rows, is within the budget.
-    Remembers what was tried.
-    """
-
-    def __init__(
-        self,
-        peak: Callable[[int], int],
-        *,
-        budget_bytes: int,
-        optimizer_peak_bytes: int | None = None,
-    ) -> None:
-        self.peak = peak
-        self.budget_bytes = budget_bytes
-        self.optimizer_peak_bytes = optimizer_peak_bytes
-        self.tried: list[int] = []
-
-    def __call__(self, rows: int) -> Trial:
-        self.tried.append(rows)
-        fits = self.peak(rows) <= self.budget_bytes
-        return Trial(
-            rows,
-            fits,
-            self.peak(rows) if fits else None,
-            self.optimizer_peak_bytes if fits else None,
-        )
 
 
 class FakeBackend:
@@ -89,19 +56,3 @@ class FakeBackend:
 
     def empty_cache(self) -> None:
         self.reserved = self.allocated
-
-
-class CachingMemory(CountedMemory):
-    """A CPU whose allocator has a cache; counts how often its cache is given back."""
-
-    granularity_bytes = 2 * 2**20
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self.releases = 0
-
-    def release(self) -> None:
-        self.releases += 1
-
-    def make_room_for_larger(self) -> None:
-        self.release()

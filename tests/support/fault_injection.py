@@ -1,26 +1,21 @@
 """A small training that runs out of memory at a chosen operation, for facts about replays.
 
-Shared by test_step.py (a short form) and benchmarks/faults.py (every
-operation).
+Every operation: benchmarks/faults.py.
 """
 
 from __future__ import annotations
 
 import functools
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from support import sharded_model
 from support.runners import build_runner
-from support.sharded_model import collate, make_rows, token_losses
-from support.training_cases import bits, put_adapters
-from torch import nn
+from support.same_state import bits
+from support.sharded_model import make_rows
+from support.training_cases import Case, Training, differences
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.data import MicroBatchLimit
@@ -30,21 +25,25 @@ from adaptive_batch.training.step import MicroBatchRunner
 PHASES = ("forward", "backward", "around them")
 
 
-def mean_loss(model: nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the mean loss of a label token; labels are shifted."""
-    return token_losses(model, batch, "mean")
+class OutOfMemoryMode(TorchDispatchMode):
+    """Out of memory once so many operations have begun; never if `left` is 0."""
+
+    def __init__(self, left: int = 0) -> None:
+        super().__init__()
+        self.left = left
+
+    def note(self) -> None:
+        """Note that memory runs out now."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.note()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return func(*args, **(kwargs or {}))
 
 
-class Decoder(sharded_model.Decoder):
-    """A causal transformer that draws from every generator and keeps running statistics, in place
-    and anew.
-    """
-
-    def __init__(self, *, checkpointing: bool) -> None:
-        super().__init__(draws=True, checkpointing=checkpointing, dtype=torch.float32)
-
-
-class RunsOutAt(TorchDispatchMode):
+class RunsOutAt(OutOfMemoryMode):
     """Out of memory at a given operation of the first attempt, of the second, and so on. After an
     attempt that went well the next operation is waited for too.
 
@@ -61,13 +60,12 @@ class RunsOutAt(TorchDispatchMode):
         self._operations = iter(operations)
         self._on_attempt = on_attempt
         self._attempts = MicroBatchRunner.attempts
-        self._left = 0
         self._in_forward = False
         self.failed_in: list[str] = []
 
     def __enter__(self) -> Any:
         def attempts(runner: MicroBatchRunner, **arguments: Any) -> Iterator[Any]:
-            return map(self._heard, self._attempts(runner, **arguments))
+            return map(self._counted, self._attempts(runner, **arguments))
 
         MicroBatchRunner.attempts = attempts  # type: ignore[method-assign]
         return super().__enter__()
@@ -77,16 +75,16 @@ class RunsOutAt(TorchDispatchMode):
         super().__exit__(*error)
 
     @contextmanager
-    def _heard(self, attempt: Any) -> Iterator[None]:
+    def _counted(self, attempt: Any) -> Iterator[None]:
+        """Count operations from the begin of an attempt, and from its end."""
         with attempt:
             self._begin()
             yield
             self._begin()
 
     def _begin(self) -> None:
-        """Count operations from here."""
         self._on_attempt()
-        self._left = next(self._operations, 0)
+        self.left = next(self._operations, 0)
 
     def in_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
         self._in_forward = True
@@ -95,34 +93,21 @@ class RunsOutAt(TorchDispatchMode):
         finally:
             self._in_forward = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._left -= 1
-        if self._left == 0:
-            backward = torch._C._current_graph_task_id() != -1
-            self.failed_in.append(
-                PHASES[1] if backward else PHASES[0] if self._in_forward else PHASES[2]
-            )
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return func(*args, **(kwargs or {}))
+    def note(self) -> None:
+        phase = "forward" if self._in_forward else "around them"
+        in_backward = torch._C._current_graph_task_id() != -1
+        self.failed_in.append("backward" if in_backward else phase)
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way of training.
+    """One way of training."""
 
-    Attributes:
-        unit: of the capacity.
-        checkpointing: of activations, non-reentrant.
-        nested: it runs out again in the replay.
-        adapters: which kind is on a frozen base, if any.
-        task: DPO or distillation, if any; else next tokens.
-    """
-
-    unit: str
+    unit: str  # of the limit
     checkpointing: bool
-    nested: bool = False
-    adapters: str = ""
-    task: str = ""
+    nested: bool = False  # it runs out again in the replay
+    adapters: str = ""  # which kind is on a frozen base
+    task: str = ""  # DPO or distillation; else next tokens
 
     def __str__(self) -> str:
         marks = (
@@ -138,7 +123,7 @@ class Way:
 # Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single
 # rows after one more.
 LENGTHS = (9, 7, 9, 9, 6, 9, 8, 9)
-CAPACITIES = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
+LIMITS = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
 
 
 def step_rows(step: int) -> list[dict[str, Any]]:
@@ -148,22 +133,18 @@ def step_rows(step: int) -> list[dict[str, Any]]:
 
 @dataclass
 class Trained:
-    """The state and the figures that a training left.
+    """The state, rows and figures that a training left.
 
     Attributes:
-        state: model, optimizer and random numbers, bit by bit.
-        steps: loss, label tokens, rows, tokens, micro-batches, padding and gradient norm of each
-            step.
-        capacities: that each step ran with.
-        run_rows: the rows whose gradients each step kept, sorted.
-        changes: of the capacity.
+        state: the state bit by bit, the figures of each step, and the rows whose gradients each
+            step kept, sorted.
+        limits: those that each step ran with.
+        changes: of the limit.
         failed_in: the phases in which it ran out.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
-    steps: list[tuple[Any, ...]] = field(default_factory=list)
-    capacities: list[MicroBatchLimit] = field(default_factory=list)
-    run_rows: list[list[int]] = field(default_factory=list)
+    limits: list[MicroBatchLimit] = field(default_factory=list)
     changes: list[LimitChange] = field(default_factory=list)
     failed_in: list[str] = field(default_factory=list)
 
@@ -173,98 +154,62 @@ def train(
     *,
     operations: Sequence[int] = (),
     at_step: int = 0,
-    capacities: Sequence[MicroBatchLimit] = (),
+    limits: Sequence[MicroBatchLimit] = (),
     steps: int = 3,
 ) -> Trained:
-    """Train from the start, as if what was given before had never been.
+    """Train from the start.
 
     Args:
         way: of training.
         operations: of step `at_step`: where its first attempt runs out, where its second, and so
             on.
         at_step: counted from 0.
-        capacities: forced on each step.
+        limits: forced on each step.
         steps: of the optimizer.
     """
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
-    model = Decoder(checkpointing=way.checkpointing)
-    if way.adapters:
-        put_adapters(model, way.adapters)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    models: nn.Module = model
-    collate_rows = collate
-    mean = partial(mean_loss, model)
-    learned = None
-    if way.task:
-        # Which imports what other ways need not wait for.
-        from support.learned_tasks import LearnedTask
-
-        needs_second = way.task == "distillation" or not way.adapters
-        second = Decoder(checkpointing=False) if needs_second else None
-        learned = LearnedTask(way.task, model, second)
-        models = learned.models
-        collate_rows = learned.collate
-        mean = learned.mean_loss
-    trained = Trained()
-    fault = RunsOutAt()
+    case = Case("AdamW", checkpointing=way.checkpointing, adapters=way.adapters, task=way.task)
+    training = Training(case)
+    (optimizer,) = training.optimizers
+    optimizer.zero_grad()
+    trained, fault = Trained(), RunsOutAt()
     attempts: list[list[int]] = []
 
-    def collate_seen(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
         attempts[-1].extend(row["row"] for row in rows)
-        return collate_rows(rows)
+        return training.collate(rows)
 
     runner = build_runner(
-        model,
-        CAPACITIES[way.unit],
-        collate=collate_seen,
-        mean_loss=lambda batch: fault.in_forward(lambda: mean(batch)),
+        training.model,
+        LIMITS[way.unit],
+        collate=collate,
+        mean_loss=lambda batch: fault.in_forward(lambda: training.mean_loss(batch)),
         max_grad_norm=0.5,
         on_change=trained.changes.append,
     )
-    if learned is not None:
-        runner.loss = learned.of_rows(runner.loss, collate_seen)
+    if training.learned is not None:
+        runner.loss = training.learned.of_rows(runner.loss, collate)
+    results, rows_run = [], []
     for step in range(steps):
-        if capacities:
-            runner.sizer.current = capacities[step]
-        fault = RunsOutAt(
-            *(operations if step == at_step else ()), on_attempt=lambda: attempts.append([])
-        )
+        if limits:
+            runner.sizer.current = limits[step]
+        own = operations if step == at_step else ()
+        fault = RunsOutAt(*own, on_attempt=lambda: attempts.append([]))
         with fault:
             result = runner.run(step_rows(step))
         trained.failed_in += fault.failed_in
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        assert result.grad_norm is not None
-        numbers = result._replace(
-            num_labels=int(result.num_labels), grad_norm=float(result.grad_norm)
-        )
-        trained.steps.append(tuple(numbers))
-        trained.capacities.append(runner.sizer.limit())
-        trained.run_rows.append(sorted(next(rows for rows in reversed(attempts) if rows)))
-    trained.state = {
-        "model": bits(models.state_dict()),
-        "optimizer": bits(optimizer.state_dict()),
-        "torch": bits(torch.get_rng_state()),
-        "python": random.getstate(),
-        "numpy": bits(np.random.get_state(legacy=False)),
-    }
+        optimizer.zero_grad()
+        results.append(bits(result))
+        trained.limits.append(runner.sizer.limit())
+        rows_run.append(sorted(next(rows for rows in reversed(attempts) if rows)))
+    trained.state = {**training.everything(), "steps": results, "rows": rows_run}
     return trained
 
 
 @functools.cache
-def undisturbed(way: Way, capacities: tuple[MicroBatchLimit, ...]) -> Trained:
-    """Train without running out, with given capacities."""
-    return train(way, capacities=capacities, steps=len(capacities))
-
-
-def differences(faulted: Trained, expected: Trained) -> list[str]:
-    """Names of what differs."""
-    names = [name for name, bits in faulted.state.items() if bits != expected.state[name]]
-    pairs = {"steps": (faulted.steps, expected.steps)}
-    pairs["run_rows"] = faulted.run_rows, expected.run_rows
-    return names + [name for name, (one, other) in pairs.items() if one != other]
+def undisturbed(way: Way, limits: tuple[MicroBatchLimit, ...]) -> Trained:
+    """Train without running out, with given limits."""
+    return train(way, limits=limits, steps=len(limits))
 
 
 def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
@@ -281,13 +226,12 @@ def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
             found = train(way, operations=(operation, *second), at_step=at_step)
             if not found.failed_in:
                 break
-            differing = differences(
-                found, undisturbed(replace(way, nested=False), tuple(found.capacities))
-            )
+            expected = undisturbed(replace(way, nested=False), tuple(found.limits))
+            differing = differences(expected.state, found.state)
             if [change.grows for change in found.changes] != [False] * len(found.failed_in):
                 differing.append("changes")
-            if any(rows != list(range(len(LENGTHS))) for rows in found.run_rows):
-                differing.append("rows")
+            if any(rows != list(range(len(LENGTHS))) for rows in found.state["rows"]):
+                differing.append("not all rows")
             if way.nested and len(found.failed_in) != 2:
                 differing.append("did not run out twice")
             yield found.failed_in[0], differing

@@ -1,8 +1,5 @@
 """Two ranks in training, one of which, or both, run out of memory at a chosen operation: how each
-place ends.
-
-Shared by tests/distributed/test_running_out_of_memory.py (a short form) and
-benchmarks/faults_on_ranks.py.
+place ends. All places: benchmarks/faults_on_ranks.py.
 """
 
 from __future__ import annotations
@@ -10,30 +7,29 @@ from __future__ import annotations
 import faulthandler
 import gc
 import json
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from support.fault_injection import OutOfMemoryMode
 from support.processes import Ended, run
 from support.runners import SmallRunner
+from support.same_state import bits, seed_all
 from support.sharded_model import (
     Decoder,
     Row,
     collate,
     divided,
     make_rows,
-    plain,
     runner_of,
     token_losses,
     training_state,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from support.training_cases import differences
 
 from adaptive_batch import distributed
 from adaptive_batch._util import replaced
@@ -59,41 +55,25 @@ AT_ONCE = 40  # places that one pair of processes runs
 
 @dataclass(frozen=True)
 class Place:
-    """Operations at which memory runs out.
+    """Operations at which memory runs out."""
 
-    Attributes:
-        operations: of the step or trial, counted from 1, for each rank; 0 for never.
-        again: so many operations later once more on the same ranks; 0 for once.
-        first_step: in the first step ever, and not the second.
-    """
-
-    operations: tuple[int, int]
-    again: int = 0
-    first_step: bool = False
+    operations: tuple[int, int]  # of the step or trial, from 1, for each rank; 0 for never
+    again: int = 0  # so many operations later once more on the same ranks; 0 for once
+    first_step: bool = False  # in the first step ever, not in the second
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running steps or trials on the ranks.
-
-    Attributes:
-        syncs_every_micro_batch: reduce gradients after each micro-batch.
-        trials: those of a probe, and not steps of training.
-        measures_noise: in each step.
-    """
+    """A way of running steps, or the trials of a probe, on the ranks."""
 
     syncs_every_micro_batch: bool
     trials: bool = False
     measures_noise: bool = False
 
     def __str__(self) -> str:
-        what = (
-            "trials" if self.trials else "steps, noise measured" if self.measures_noise else "steps"
-        )
-        return (
-            f"{what}, gradients reduced"
-            f" {'each time' if self.syncs_every_micro_batch else 'at the end'}"
-        )
+        what = "trials" if self.trials else "steps" + ", noise measured" * self.measures_noise
+        when = "each time" if self.syncs_every_micro_batch else "at the end"
+        return f"{what}, gradients reduced {when}"
 
 
 @dataclass
@@ -102,12 +82,12 @@ class Outcome:
 
     Attributes:
         place: where memory ran out.
-        phases: what each rank that ran out was doing.
+        phases: phase of each rank that ran out.
         ended: ``replayed`` (or not fitting, of a trial), ``unharmed`` where no rank reached the
             operation, ``lost`` where a rank raised `RankLostError` and all ended, ``one row too
             large`` where a replay by single rows ran out again, or ``hung or broken``.
         differing: names of what differs from ranks that never ran out.
-        error: what the rank that was lost said.
+        error: messages of the ranks.
         seconds: until all processes had ended, of a place that was lost.
     """
 
@@ -124,9 +104,8 @@ def note(**facts: Any) -> None:
     print(json.dumps({**facts, "at": time.monotonic()}), flush=True)
 
 
-class RunsOut(TorchDispatchMode):
-    """Out of memory at an operation, and perhaps once more so many later; operations of a DTensor's
-    parts are counted.
+class RunsOut(OutOfMemoryMode):
+    """Out of memory at the operations of a place; operations of a DTensor's parts are counted.
 
     Attributes:
         seen: the phase of each operation, and whether the others could be told.
@@ -134,9 +113,8 @@ class RunsOut(TorchDispatchMode):
     """
 
     def __init__(self, place: Place, training: Training) -> None:
-        super().__init__()
-        self._left, self._again = place.operations[distributed.rank()], place.again
-        self._training = training
+        super().__init__(place.operations[distributed.rank()])
+        self._again, self._training = place.again, training
         self.seen: list[tuple[str, bool]] = []
         self.phases: list[str] = []
 
@@ -145,13 +123,12 @@ class RunsOut(TorchDispatchMode):
             return NotImplemented
         phase = "recovery" if self.phases else self._training.phase
         self.seen.append((phase, self._training.can_be_told))
-        self._left -= 1
-        if self._left == 0:
-            self._left, self._again = self._again, 0
-            self.phases.append(phase)
-            note(phases=self.phases)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def note(self) -> None:
+        self.left, self._again = self._again, 0
+        self.phases.append(self.seen[-1][0])
+        note(phases=self.phases)
 
 
 class _Runner(SmallRunner):
@@ -190,13 +167,12 @@ class Training:
     """
 
     def __init__(self, way: Way, *, warm: bool = True) -> None:
-        torch.manual_seed(distributed.rank())
-        random.seed(distributed.rank())
-        np.random.seed(distributed.rank())
+        seed_all(distributed.rank())
         self.way = way
         self.model = divided(Decoder(draws=True, checkpointing=True, dtype=torch.float32, width=8))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.rows_run: list[list[int]] = []
+        self._undisturbed: dict[MicroBatchLimit, dict[str, Any]] = {}
         self._in_forward = self._in_trial = False
         self.engine = runner_of(
             self.model,
@@ -213,11 +189,9 @@ class Training:
         self._is_fresh = not warm  # the optimizer has no state yet
         if warm:
             self.step(0)
-        buffers = dict(self.model.named_buffers())
-        self._saved = TensorSnapshot(
-            [*self.model.parameters(), *optimizer_state_tensors([self.optimizer])]
-        )
-        self._buffers = {name: buffer.clone() for name, buffer in buffers.items()}
+        states = optimizer_state_tensors([self.optimizer])
+        self._saved = TensorSnapshot([*self.model.parameters(), *states])
+        self._buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         self._random = RandomState(torch.device("cpu"))
 
     @property
@@ -237,7 +211,7 @@ class Training:
         )
 
     def restore(self) -> None:
-        """Go back to where :meth:`begin` starts from."""
+        """Go back to the state after the constructor."""
         self._saved.restore()
         if self._is_fresh:
             self.optimizer.state.clear()
@@ -250,42 +224,31 @@ class Training:
         """One step of the optimizer."""
         self.rows_run = [[]]
         rows = make_rows(LENGTHS[distributed.rank()], seed=10 * number + distributed.rank())
-        if fault is None:
+        with fault or nullcontext():
             result = self.engine.run(rows)
-        else:
-            with fault:
-                result = self.engine.run(rows)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return plain(result), sorted(self.rows_run[-1])
+        return bits(result), sorted(self.rows_run[-1])
 
-    def two_steps(self, fault: RunsOut | None, capacity: MicroBatchLimit = START) -> dict[str, Any]:
+    def two_steps(self, fault: RunsOut | None, limit: MicroBatchLimit = START) -> dict[str, Any]:
         """From the start: a step that may fail and one more; all that they leave."""
         self.restore()
-        self.engine.sizer.current = capacity
+        self.engine.sizer.current = limit
         steps = [self.step(1, fault), self.step(2)]
-        state = training_state(self.model, self.optimizer)
-        return {**state, "steps": steps}
+        return {**training_state(self.model, self.optimizer), "steps": steps}
 
-    @contextmanager
-    def steps(self) -> Iterator[Callable[[RunsOut], tuple[bool, list[str]]]]:
-        """Return a function that runs two steps with a fault: whether it was replayed, and what
-        differs from ranks that had the smaller limit from the start.
+    def check_steps(self, fault: RunsOut) -> tuple[bool, list[str]]:
+        """Run two steps with a fault. Return whether one was replayed, and what differs from ranks
+        that had the smaller limit from the start.
         """
-        undisturbed: dict[int, dict[str, Any]] = {}
-
-        def check(fault: RunsOut) -> tuple[bool, list[str]]:
-            found = self.two_steps(fault)
-            limit = self.engine.sizer.limit()
-            if limit.amount not in undisturbed:
-                undisturbed[limit.amount] = self.two_steps(None, limit)
-            expected = undisturbed[limit.amount]
-            differing = [name for name, value in found.items() if value != expected[name]]
-            if any(rows != list(range(len(LENGTHS[0]))) for _, rows in found["steps"]):
-                differing.append("rows")
-            return limit != START, differing
-
-        yield check
+        found = self.two_steps(fault)
+        limit = self.engine.sizer.limit()
+        if limit not in self._undisturbed:
+            self._undisturbed[limit] = self.two_steps(None, limit)
+        differing = differences(self._undisturbed[limit], found)
+        if any(rows != list(range(len(LENGTHS[0]))) for _, rows in found["steps"]):
+            differing.append("rows")
+        return limit != START, differing
 
     @contextmanager
     def trials(self) -> Iterator[Callable[[RunsOut], tuple[bool, list[str]]]]:
@@ -308,7 +271,7 @@ class Training:
             peaks = {rows: peak(rows) for rows in (2, 3)}
             yield check
         after = training_state(self.model, self.optimizer)
-        note(after_all=[name for name, value in before.items() if value != after[name]])
+        note(after_all=differences(before, after))
 
     def _try(self, rows: int) -> None:
         self._in_trial = True
@@ -359,7 +322,7 @@ def run_places(way: Way, places: Sequence[Place]) -> None:
     gc.freeze()
     try:
         training = Training(way, warm=not any(place.first_step for place in places))
-        with training.trials() if way.trials else training.steps() as check:
+        with training.trials() if way.trials else nullcontext(training.check_steps) as check:
             for number, place in enumerate(places):
                 note(begins=number)
                 fault = RunsOut(place, training)
@@ -484,7 +447,5 @@ def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]
 
 def at_first(replayed: Sequence[Place], number: int) -> list[Place]:
     """Some places in the first step ever, before the collectives of a micro-batch are known."""
-    return [
-        replace(place, first_step=True)
-        for place in replayed[:: max(1, len(replayed) // number)][:number]
-    ]
+    some = replayed[:: max(1, len(replayed) // number)][:number]
+    return [replace(place, first_step=True) for place in some]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from support import adapters, distillation, preferences
-from support.cli import OURS, SmallSetup, cosine_after
+from support.cli import OURS, SmallSetup, block, cosine_after
 from support.processes import start
 from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
@@ -30,61 +30,82 @@ ROWS = ("probe.device_memory=64MiB", "batch_size=2")
 SAVES = ("epochs=3", "save_every_n_steps=3")
 SMALL_STEPS = ("grow_beyond_maximum=True", "micro_batch_size=3")
 
-# What is killed, as the command line gives it.
-WAYS: dict[str, tuple[str, ...]] = {
-    "plain": (*SAVES, "batch_size=2"),
-    "growth": (*SAVES, *ROWS, *DROPOUT, *COSINE, FOUR_MORE, "keep_final_state=True"),
-    "schedule": (
-        *(*SAVES, *ROWS, *DROPOUT, *COSINE, *VALIDATION, *SMALL_STEPS),
-        f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp",
-        *(f"{SCHEDULE}.start=1", f"{SCHEDULE}.end=8", f"{SCHEDULE}.over=2ep"),
-        *("log_gradient_noise_scale=True", "keep_last_n_checkpoints=2", "lr_scaling=sqrt"),
+
+@dataclass(frozen=True)
+class Way:
+    """A run that is killed; `write_files` writes a second model and returns its overrides."""
+
+    overrides: tuple[str, ...]
+    recipe: str = OURS
+    write_files: Callable[[SmallSetup], tuple[str, ...]] = lambda setup: ()
+
+
+def write_pairs_and_reference(setup: SmallSetup) -> tuple[str, ...]:
+    return (*preferences.write_pairs(setup), *preferences.reference_of(setup))
+
+
+RAMP = block(SCHEDULE, "adaptive_batch.schedules.linear_ramp", start=1, end=8, over="2ep")
+WAYS: dict[str, Way] = {
+    "plain": Way((*SAVES, "batch_size=2")),
+    "growth": Way((*SAVES, *ROWS, *DROPOUT, *COSINE, FOUR_MORE, "keep_final_state=True")),
+    "schedule": Way(
+        (
+            *(*SAVES, *ROWS, *DROPOUT, *COSINE, *VALIDATION, *SMALL_STEPS, *RAMP),
+            *("log_gradient_noise_scale=True", "keep_last_n_checkpoints=2", "lr_scaling=sqrt"),
+        )
     ),
-    "tokens": (
-        *(*SAVES, *DROPOUT, *COSINE, *VALIDATION, *TOKENS),
-        "enable_async_checkpointing=True",
+    "tokens": Way(
+        (*SAVES, *DROPOUT, *COSINE, *VALIDATION, *TOKENS, "enable_async_checkpointing=True")
     ),
-    "seesaw": (
-        *(*SAVES, *ROWS, *DROPOUT, *COSINE, *SMALL_STEPS),
-        f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw",
-        f"{SCHEDULE}.maximum=16",
-        "scale_with_batch={beta2: half_life, weight_decay: per_token}",
+    "seesaw": Way(
+        (
+            *(*SAVES, *ROWS, *DROPOUT, *COSINE, *SMALL_STEPS),
+            *block(SCHEDULE, "adaptive_batch.schedules.seesaw", maximum=16),
+            "scale_with_batch={beta2: half_life, weight_decay: per_token}",
+        )
     ),
     # Memory runs out in each step that runs one of these rows with more than two others.
-    "out of memory": (
-        *(*SAVES, *ROWS, *DROPOUT, FOUR_MORE, "grow_beyond_maximum=True"),
-        "dataset._component_=support.components.OfLengths",
-        f"dataset.lengths={[6 + 5 * (row % 9) for row in range(40)]}",
-        "model._component_=support.components.refusing",
-        *("model.refused=[7,23]", "model.rows_fit=3", "batch_size=8", "micro_batch_size=6"),
-        *("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.lr=0.05"),
+    "out of memory": Way(
+        (
+            *(*SAVES, *ROWS, *DROPOUT, FOUR_MORE, "grow_beyond_maximum=True"),
+            "dataset._component_=support.components.OfLengths",
+            f"dataset.lengths={[6 + 5 * (row % 9) for row in range(40)]}",
+            "model._component_=support.components.watched",
+            *("model.refused=[7,23]", "model.rows_fit=3", "batch_size=8", "micro_batch_size=6"),
+            *("optimizer=torch.optim.SGD", "optimizer.momentum=0.9", "optimizer.lr=0.05"),
+        )
     ),
-    "in backward": (
-        *(*SAVES, *COSINE, "batch_size=2"),
-        *("model.attn_dropout=0.2", "optimizer_in_bwd=True"),
+    "in backward": Way(
+        (*SAVES, *COSINE, "batch_size=2", "model.attn_dropout=0.2", "optimizer_in_bwd=True")
     ),
-    "adapters": (
-        *(*SAVES, *ROWS, *adapters.LORA, *adapters.KINDS["DoRA"], *DROPOUT, FOUR_MORE),
-        "model.lora_dropout=0.1",
+    "adapters": Way(
+        (
+            *(*SAVES, *ROWS, *adapters.LORA, *adapters.KINDS["DoRA"], *DROPOUT, FOUR_MORE),
+            "model.lora_dropout=0.1",
+        ),
+        adapters.OURS,
     ),
-    # With a second model, whose files `overrides_of` writes.
-    "pairs": (*SAVES, *ROWS, *preferences.PAIRS, "clip_grad_norm=0.5", FOUR_MORE),
-    "distillation": (
-        *(*SAVES, *ROWS, *distillation.LORA, *DROPOUT, *VALIDATION, FOUR_MORE, *SMALL_STEPS),
-        "model.lora_dropout=0.1",
+    "pairs": Way(
+        (*SAVES, *ROWS, *preferences.PAIRS, "clip_grad_norm=0.5", FOUR_MORE),
+        preferences.OURS,
+        write_pairs_and_reference,
+    ),
+    "distillation": Way(
+        (
+            *(*SAVES, *ROWS, *distillation.LORA, *DROPOUT, *VALIDATION, FOUR_MORE, *SMALL_STEPS),
+            "model.lora_dropout=0.1",
+        ),
+        distillation.OURS,
+        distillation.write_teacher,
     ),
     # With low-bit states of torchao, whose step is compiled.
-    "8 bit": (
-        *("epochs=2", "save_every_n_steps=3", "batch_size=4", "model.attn_dropout=0.2"),
-        *("dtype=bf16", "optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"),
-        *("optimizer.lr=1e-3", "optimizer.bf16_stochastic_round=True"),
+    "8 bit": Way(
+        (
+            *("epochs=2", "save_every_n_steps=3", "batch_size=4", "model.attn_dropout=0.2"),
+            *("dtype=bf16", "optimizer=torchao.optim.AdamW8bit", "~optimizer.fused"),
+            *("optimizer.lr=1e-3", "optimizer.bf16_stochastic_round=True"),
+        )
     ),
-}
-# The recipe of a way that has an override, the first that it has; OURS of others.
-RECIPES = {
-    distillation.FULL[0]: distillation.OURS,
-    preferences.PAIRS[0]: preferences.OURS,
-    adapters.LORA[0]: adapters.OURS,
 }
 # Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in
 # seconds.
@@ -111,15 +132,8 @@ def signal_ranks(
     count: int = 1,
     number: signal.Signals = signal.SIGKILL,
 ) -> Callable[[list[int]], None]:
-    """Return a function for ``during`` of a run, which sends a signal to ranks when their run
-    reaches a moment.
-
-    Args:
-        folder: where the run writes.
-        aim: a key of ``MOMENTS``.
-        ranks: that get the signal.
-        count: number of steps before the signal, of ``among steps``.
-        number: the signal.
+    """Return a function for ``during`` of a run, which sends ranks a signal when the run reaches a
+    key of ``MOMENTS``; ``among steps`` is after `count` steps.
     """
 
     def send(processes: list[int]) -> None:
@@ -134,27 +148,12 @@ def signal_ranks(
     return send
 
 
-def overrides_of(setup: SmallSetup, way: str) -> tuple[str, ...]:
-    """Return the overrides of a way, and write the files of its second model."""
-    files: tuple[str, ...] = ()
-    if way == "pairs":
-        files = (*preferences.write_pairs(setup), *preferences.reference_of(setup))
-    elif way == "distillation":
-        files = distillation.write_teacher(setup)
-    return (*WAYS[way], *files)
-
-
 @dataclass(frozen=True)
 class Run:
-    """A run in a folder, which is started again and again.
-
-    Attributes:
-        setup: data and configuration.
-        overrides: key=value.
-        folder: where it writes.
-    """
+    """A run in a folder, which is started again and again."""
 
     setup: SmallSetup
+    recipe: str
     overrides: tuple[str, ...]
     folder: Path
 
@@ -162,10 +161,9 @@ class Run:
         """Start the run, or resume it where something was saved; return the process."""
         saved = any(self.folder.glob("step_*"))
         resumes = ("resume_from_checkpoint=True",) if saved else ()
-        recipe = next((RECIPES[mark] for mark in RECIPES if mark in self.overrides), OURS)
         keys = (f"output_dir={self.folder}", *self.overrides, *resumes)
         output = self.folder / "printed.txt"
-        return start(self.setup.run_in_process, recipe, *keys, output=output)
+        return start(self.setup.run_in_process, self.recipe, *keys, output=output)
 
     def finish(self) -> None:
         """Run to the end."""
@@ -269,9 +267,8 @@ class Watchdog:
             path = self._folder / name
             if name.startswith((".", "step_", "epoch_")):
                 try:
-                    if name != ".saving" or os.listdir(
-                        path
-                    ):  # empty while a checkpointer is being built
+                    # Empty while a checkpointer is being built.
+                    if name != ".saving" or os.listdir(path):
                         found[name] = (path.stat().st_ino, path.stat().st_ctime_ns)
                 except FileNotFoundError:
                     continue
@@ -297,17 +294,16 @@ class Watchdog:
         return ".saving" in new or in_place > kinds.count("checkpoint")
 
 
-def experiment(
-    setup: SmallSetup,
-    way: str,
-    *,
-    kills: int,
-    seed: int,
-) -> dict[str, Any]:
+def experiment(setup: SmallSetup, name: str, *, kills: int, seed: int) -> dict[str, Any]:
     """Kill and resume runs of a way `kills` times, and let each run come to its end."""
     begin = time.perf_counter()
-    chance, overrides = random.Random(f"{way} {seed}"), overrides_of(setup, way)
-    whole = Run(setup, overrides, setup.fresh_folder())
+    way, chance = WAYS[name], random.Random(f"{name} {seed}")
+    overrides = (*way.overrides, *way.write_files(setup))
+
+    def new_run() -> Run:
+        return Run(setup, way.recipe, overrides, setup.fresh_folder())
+
+    whole = new_run()
     whole.finish()
     log = read_records(whole.folder / "adaptive_batch" / "run.jsonl")
     kinds = [record["kind"] for record in log]
@@ -320,7 +316,7 @@ def experiment(
     differing: list[str] = []
     runs = 0
     while sum(hits.values()) < kills:
-        run, runs, in_run = Run(setup, overrides, setup.fresh_folder()), runs + 1, 0
+        run, runs, in_run = new_run(), runs + 1, 0
         while sum(hits.values()) < kills and in_run < MOST_PER_RUN:
             is_known = (run.folder / "adaptive_batch" / "probe.json").exists()
             aims = [moment for moment in moments if not (is_known and moment == "in the probe")]
@@ -336,7 +332,7 @@ def experiment(
         found = run_differences(run.folder, whole.folder)
         differing += [f"run {runs}: {difference}" for difference in found]
     return {
-        "way": way,
+        "way": name,
         "kills": sum(hits.values()),
         "by_moment": hits,
         "runs": runs,

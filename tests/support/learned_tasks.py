@@ -1,4 +1,4 @@
-"""The recipes' preference pairs and distillation, on small models of tests that return logits."""
+"""Adapters, preference pairs and distillation of the recipes, on small models of tests."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from torch import nn
+from torchtune.modules import peft
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.torchtune import Distillation, PreferencePairs
@@ -18,16 +19,28 @@ from adaptive_batch.training import RowLoss
 IGNORED = -100
 
 
+def put_adapters(model: nn.Module, kind: str) -> None:
+    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without
+    bias, and freeze all else.
+    """
+    make = peft.DoRALinear if kind == "DoRA" else peft.LoRALinear
+    options: dict[str, Any] = {"rank": 4, "alpha": 8, "dropout": 0.1, "use_bias": True}
+    if kind == "QLoRA":
+        options |= {"use_bias": False, "quantize_base": True}
+        options |= {"block_size": 64, "scaler_block_size": 32}
+    for module in list(model.modules()):
+        for name, linear in list(module.named_children()):
+            if isinstance(linear, nn.Linear):
+                adapted = make(linear.in_features, linear.out_features, **options)
+                setattr(module, name, adapted.to(linear.weight))
+                if kind == "DoRA":
+                    adapted.initialize_dora_magnitude()
+    peft.set_trainable_params(model, peft.get_adapter_params(model))
+
+
 class LearnedTask:
-    """A task, and the models that its loss is computed by.
-
-    Args:
-        task: DPO or distillation.
-        model: the one that trains.
-        second: the frozen one; None for the base of adapters.
-
-    Attributes:
-        models: all models, as one module.
+    """DPO or distillation, and its models: the one that trains, and a second one that is frozen,
+    or None for the base of adapters.
     """
 
     def __init__(self, task: str, model: nn.Module, second: nn.Module | None) -> None:

@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import copy
-import random
+from collections.abc import Sequence
 from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
-from support.sharded_model import (
-    Decoder,
-    collate,
-    make_rows,
-    token_losses,
-)
+from support.same_state import seed_all
+from support.sharded_model import Decoder, collate, make_rows, padded, token_losses
 from torch import nn
-from torch.optim.lr_scheduler import (
-    LambdaLR,
-)
+from torch.optim.lr_scheduler import LambdaLR
 
 from adaptive_batch.data import Sampling
-from adaptive_batch.memory import device_memory
 from adaptive_batch.training import AdaptiveLoop, StepOptions
 
 ROWS = make_rows([3 + (5 * number) % 13 for number in range(40)])
 RATE = 0.05
-
-
-def seed_all() -> None:
-    torch.manual_seed(0)
-    random.seed(0)
-    np.random.seed(0)
 
 
 def training(
@@ -52,13 +38,10 @@ def training(
     if schedule := options.pop("schedule", None):
         options["lr_scheduler"] = LambdaLR(optimizer, schedule)
     for name, group in (("sampling", Sampling), ("options", StepOptions)):
-        given = {
-            field.name: options.pop(field.name) for field in fields(group) if field.name in options
-        }
-        options.setdefault(name, group(**given))
-    return SimpleNamespace(
-        model=model, optimizer=optimizer, loop=AdaptiveLoop(model, optimizer, rows, **options)
-    )
+        own = options.keys() & {field.name for field in fields(group)}
+        options.setdefault(name, group(**{key: options.pop(key) for key in own}))
+    loop = AdaptiveLoop(model, optimizer, rows, **options)
+    return SimpleNamespace(model=model, optimizer=optimizer, loop=loop)
 
 
 def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[SimpleNamespace]:
@@ -72,13 +55,9 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
             result = one.loop.run(rows)
             one.optimizer.step()
             one.optimizer.zero_grad()
-            numbers = [row["row"] for row in rows]
-            rate = one.loop.learning_rate
-            seen.append(
-                SimpleNamespace(
-                    epoch=epoch, rows=numbers, result=result, rate=rate, loss=result.loss
-                )
-            )
+            step = SimpleNamespace(epoch=epoch, result=result, loss=result.loss)
+            step.rows, step.rate = [row["row"] for row in rows], one.loop.learning_rate
+            seen.append(step)
             if one.loop.progress.steps >= until:
                 return seen
     return seen
@@ -95,10 +74,15 @@ def sizes(seen: list[SimpleNamespace], epoch: int | None = None) -> list[int]:
     return [step.result.rows for step in seen if epoch is None or step.epoch == epoch]
 
 
+def collate_features(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """A padded batch of rows of input_ids, as collators of Transformers make it."""
+    ids = [row["input_ids"] for row in features]
+    rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
+    return padded(rows, input_ids=0, attention_mask=0, labels=-100)
+
+
 class RunsOut:
-    """A mean loss that runs out of memory, as a device does, where a micro-batch has too
-    many rows.
-    """
+    """A mean loss that runs out of memory if a micro-batch has too many rows."""
 
     def __init__(self, model: nn.Module, *, most: int, after: int = 0, times: int = 10**9) -> None:
         self.model, self.most, self.left, self.times = model, most, after, times
@@ -111,33 +95,3 @@ class RunsOut:
             self.times -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return loss
-
-
-def peak_by_hand(one: SimpleNamespace, size: int) -> int:
-    """Return the peak of forward and backward of the longest rows in plain torch, with the
-    optimizer's state in memory.
-    """
-    longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
-    one.optimizer.zero_grad()
-    state = [value for state in one.optimizer.state.values() for value in state.values()]
-    resident = [*one.model.parameters(), *one.model.buffers(), *state]
-    with device_memory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
-        batch = collate(longest)
-        count = (batch["labels"][:, 1:] != -100).sum()
-        (token_losses(one.model, batch, "mean") * count).backward()
-    one.optimizer.zero_grad()
-    return usage.peak_bytes
-
-
-def classes() -> tuple[dict[str, Any], Any]:
-    """Rows of three classes as tuples, and what a loop needs to know of them."""
-    generator = torch.Generator().manual_seed(0)
-    points = [(torch.randn(5, generator=generator), number % 3) for number in range(32)]
-    options = {
-        "collate": lambda rows: (
-            torch.stack([point for point, _ in rows]),
-            torch.tensor([one for _, one in rows]),
-        ),
-        "num_labels": lambda batch: len(batch[1]),
-    }
-    return options, points

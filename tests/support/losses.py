@@ -15,7 +15,7 @@ from support.sharded_model import Decoder
 from torch import nn
 from torch.nn.functional import kl_div, logsigmoid
 
-from adaptive_batch.training import Part
+from adaptive_batch.training import AdaptiveStep
 
 SNIPPETS = "examples/snippets/losses.py"
 MOST_TOKENS = 16
@@ -23,39 +23,25 @@ Batch = dict[str, torch.Tensor]
 
 
 class Page:
-    """Names that the snippet defines, as attributes.
-
-    Args:
-        model: model that the snippet's functions run.
-        reference: frozen model beside it.
+    """Names that the snippet defines, as attributes; its functions run decoders of different
+    weights.
     """
 
-    def __init__(self, model: nn.Module, reference: nn.Module) -> None:
+    def __init__(self, **options: Any) -> None:
         program = ast.parse((ROOT / SNIPPETS).read_text())
         # Steps on the file's own model run with the file.
         program.body = [node for node in program.body if _is_definition(node)]
-        names: dict[str, Any] = {}
-        exec(compile(program, SNIPPETS, "exec"), names)
-        self.names = names
-        self.use(model, reference)
-
-    def use(self, model: nn.Module, reference: nn.Module) -> None:
-        """Let the snippet's functions run these models."""
-        self.names.update(model=model, reference=reference)
-
-    def __getattr__(self, name: str) -> Any:
-        return self.names[name]
-
-    @classmethod
-    def of_decoder(cls, **options: Any) -> Page:
-        """The page with decoders, of different weights."""
+        self.names: dict[str, Any] = {}
+        exec(compile(program, SNIPPETS, "exec"), self.names)
         reference = Decoder().requires_grad_(False)
         generator = torch.Generator().manual_seed(7)
         for parameter in reference.parameters():
-            parameter.data.add_(
-                torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-            )
-        return cls(Decoder(**options), reference)
+            drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data.add_(drawn)
+        self.names.update(model=Decoder(**options), reference=reference)
+
+    def __getattr__(self, name: str) -> Any:
+        return self.names[name]
 
     def batch(self, lengths: list[int], *, seed: int = 3) -> Batch:
         """A batch whose policy has moved since it was sampled."""
@@ -83,10 +69,7 @@ def rows_of(batch: Batch) -> list[Batch]:
         row = {key: tensor[number : number + 1] for key, tensor in batch.items()}
         if "attention_mask" in row:
             length = int(row["attention_mask"].sum())
-            row = {
-                key: tensor[:, :length] if tensor.dim() == 2 else tensor
-                for key, tensor in row.items()
-            }
+            row = {key: part[:, :length] if part.dim() == 2 else part for key, part in row.items()}
         rows.append(row)
     return rows
 
@@ -122,73 +105,35 @@ def dpo(page: Page, batch: Batch) -> torch.Tensor:
     return torch.stack(losses).mean()
 
 
-def divergences_of(page: Page, batch: Batch) -> torch.Tensor:
-    """Forward KL of each token of the completions."""
-    divergences = []
-    for row in rows_of(batch):
-        mask = row["completion_mask"][:, 1:]
-        inputs = row["tokens"][:, :-1]
-        student = page.model(inputs).log_softmax(-1)
-        teacher = page.reference(inputs).log_softmax(-1)
-        divergences.append(kl_div(student, teacher, reduction="none", log_target=True)[mask].sum(1))
-    return torch.cat(divergences)
-
-
-def forward_kl(page: Page, batch: Batch) -> torch.Tensor:
-    return divergences_of(page, batch).mean()
-
-
 def ratio_over_batch(page: Page, batch: Batch) -> torch.Tensor:
-    entropies = torch.cat(
-        [
-            -page.log_probs(page.model, row["tokens"])[row["completion_mask"]]
-            for row in rows_of(batch)
-        ]
-    )
-    divergences = divergences_of(page, batch)
-    ratio = (entropies.sum() / divergences.sum()).detach()
-    return (entropies + ratio * divergences).mean()
-
-
-def distil_by_share(page: Page) -> Callable[[Part], torch.Tensor]:
-    """Forward KL, a mean over tokens, as the page's functions are written."""
-
-    def forward_backward(part: Part) -> torch.Tensor:
-        _, divergence = page.distillation_losses(part.batch)
-        loss = divergence / page.completion_tokens(part.batch) * part.share
-        loss.backward()
-        return loss.detach()
-
-    return forward_backward
+    """Cross-entropy and forward KL of the tokens of completions, weighted by their sums' ratio."""
+    entropies, divergences = [], []
+    for row in rows_of(batch):
+        entropies.append(-page.log_probs(page.model, row["tokens"])[row["completion_mask"]])
+        student = page.model(row["tokens"][:, :-1]).log_softmax(-1)
+        teacher = page.reference(row["tokens"][:, :-1]).log_softmax(-1)
+        divergence = kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        divergences.append(divergence[row["completion_mask"][:, 1:]])
+    entropy, divergence = torch.cat(entropies), torch.cat(divergences)
+    ratio = (entropy.sum() / divergence.sum()).detach()
+    return (entropy + ratio * divergence).mean()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, as a step runs it and of the whole batch.
+    """A loss, as a step runs it and of the whole batch."""
 
-    Attributes:
-        function: name of the page's function for a part; empty for :func:`distil_by_share`.
-        whole: the loss of the whole batch.
-        arguments: names of the page's functions that the step is given.
-        makes_pairs: whether rows are pairs.
-    """
-
-    function: str
+    function: str  # name of the page's function for a part
     whole: Callable[[Page, Batch], torch.Tensor]
-    arguments: dict[str, str] = field(default_factory=dict)
+    arguments: dict[str, str] = field(default_factory=dict)  # of the step: names of functions
     makes_pairs: bool = False
 
-    def step_arguments(self, page: Page) -> dict[str, Any]:
-        return {key: page.names[name] for key, name in self.arguments.items()}
-
-    def forward_backward(self, page: Page) -> Callable[[Part], torch.Tensor]:
-        if not self.function:
-            return distil_by_share(page)
-        return page.names[self.function]
+    def step(self, page: Page, **options: Any) -> AdaptiveStep:
+        named = {key: page.names[name] for key, name in self.arguments.items()}
+        return AdaptiveStep(page.model, page.names[self.function], **named, **options)
 
     def batch(self, page: Page, lengths: list[int], *, seed: int = 3) -> Batch:
-        make = page.pairs if self.makes_pairs else page.batch
-        return make(lengths, seed=seed)
+        return (page.pairs if self.makes_pairs else page.batch)(lengths, seed=seed)
 
 
 BY_TOKENS = {"num_labels": "completion_tokens"}
@@ -197,7 +142,6 @@ CASES = {
     "mean over sequences": Case("sequence_mean", sequence_mean),
     "Dr. GRPO": Case("dr_grpo", dr_grpo),
     "DPO": Case("dpo", dpo, makes_pairs=True),
-    "forward KL": Case("", forward_kl, BY_TOKENS),
     "ratio over the batch": Case("distill", ratio_over_batch, {**BY_TOKENS, "statistics": "sums"}),
 }
 

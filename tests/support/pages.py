@@ -16,21 +16,13 @@ PAGES = [
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block.
+    """A fenced block of a page."""
 
-    Attributes:
-        page: path of the page.
-        line: line of the opening fence.
-        language: word after the fence, or an empty string.
-        text: content of the block.
-        is_output: whether it follows a block of commands directly, and shows their output.
-    """
-
-    page: str
-    line: int
+    page: str  # its path
+    line: int  # of the opening fence
     language: str
     text: str
-    is_output: bool = False
+    is_output: bool = False  # of the block of commands directly before it
 
     @property
     def name(self):

@@ -6,7 +6,7 @@ import json
 
 import torch
 from support.adapters import LORA_MODEL
-from support.cli import SmallSetup, cosine_after
+from support.cli import SmallSetup, checkpointer_of, cosine_after
 from torch import nn
 from torch.nn import functional as F
 from torchtune.modules.peft import LoRALinear
@@ -15,7 +15,6 @@ OURS = "adaptive_dpo"
 STOCK = "lora_dpo_single_device"
 STOCK_ON_RANKS = "lora_dpo_distributed"
 STOCK_FULL = "full_dpo_distributed"
-COSINE = cosine_after(3)
 # Over a block of the setup the command line takes single keys.
 PAIRS = (
     "loss=torchtune.rlhf.loss.DPOLoss",
@@ -23,18 +22,12 @@ PAIRS = (
     "~dataset.packed",
     "~dataset.column_map",
     "optimizer.lr=1e-2",
-    *COSINE,
+    *cosine_after(3),
 )
 LORA = (*PAIRS, *LORA_MODEL, "~optimizer_in_bwd")
 METRICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "log_probs/chosen",
-    "log_probs/rejected",
-    "logits/chosen",
-    "logits/rejected",
+    *("rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
+    *("log_probs/chosen", "log_probs/rejected", "logits/chosen", "logits/rejected"),
 )
 
 
@@ -58,13 +51,7 @@ def write_pairs(setup: SmallSetup) -> tuple[str, ...]:
 
 def reference_of(setup: SmallSetup) -> tuple[str, ...]:
     """The overrides that give full fine-tuning the setup's base as its reference."""
-    return (
-        "ref_checkpointer._component_=torchtune.training.FullModelHFCheckpointer",
-        f"ref_checkpointer.checkpoint_dir={setup.base}",
-        "ref_checkpointer.checkpoint_files=[model.safetensors]",
-        "ref_checkpointer.output_dir=${output_dir}",
-        "ref_checkpointer.model_type=QWEN2",
-    )
+    return checkpointer_of("ref_checkpointer", setup.base)
 
 
 class ExactPolicy(nn.Module):

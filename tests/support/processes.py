@@ -17,14 +17,12 @@ import os
 import pickle
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,21 +47,14 @@ TERMINATE_AFTER, KILL_AFTER = 2.0, 8.0
 
 @dataclass
 class Ended:
-    """The end of one process.
+    """The end of one process."""
 
-    Attributes:
-        exit_status: negative where a signal ended it; None where it was killed for its timeout.
-        output: the text of both its streams.
-        result: the value that the function returned.
-        error: the traceback of the function's error.
-        seconds: from the start of all processes to its end.
-    """
-
+    # Negative where a signal ended it; None where it was killed for its timeout.
     exit_status: int | None = None
-    output: str = ""
+    output: str = ""  # of both its streams
     result: Any = None
-    error: str | None = None
-    seconds: float = 0.0
+    error: str | None = None  # the traceback
+    seconds: float = 0.0  # from the start of all processes
 
 
 def run(
@@ -101,8 +92,7 @@ def run(
         for rank, output in enumerate(outputs):
             variables = environment_of_rank(rank, ranks, store.port) if ranks and store else {}
             variables |= environment(rank)
-            child = (function, given, variables, output, joins_group)
-            processes.append(_started(*child))
+            processes.append(_started(function, given, variables, output, joins_group))
         during([process.pid or 0 for process in processes])
         ended = [Ended() for _ in processes]
         _wait(processes, ended, begin, timeout, terminates)
@@ -139,7 +129,7 @@ def run_python(
 
     Args:
         words: arguments of Python.
-        folder: current folder.
+        folder: the current one.
         expect: the exit status; None for any.
         timeout: seconds until it is killed.
         variables: of its environment.
@@ -171,19 +161,6 @@ def start(function: Callable[..., Any], *arguments: Any, output: Path) -> Any:
 def hosted_store() -> dist.TCPStore:
     """Return a store that this process hosts, as torchrun does."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-@contextmanager
-def reserved_port() -> Iterator[int]:
-    """Return a port that a process of ours can listen on, and that the system gives to nobody else
-    until the end.
-    """
-    with socket.socket() as held:
-        # Bound and not listening: with this option on both, as torch's store sets it, another may
-        # listen there by its number.
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))
-        yield int(held.getsockname()[1])
 
 
 def environment_of_rank(rank: int, ranks: int, port: int) -> dict[str, str]:

@@ -4,75 +4,70 @@ something fail on that rank.
 
 from __future__ import annotations
 
+import copy
+import itertools
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+import torchtune.utils
 
 from adaptive_batch.torchtune import Trainer
 from adaptive_batch.training import RecipeStep
 
+OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
 
 def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
     """Rank one runs out of memory before the reference, with more than two pairs."""
-    if os.environ["RANK"] == "1":
-        _fail(Trainer, "reference_logits", from_call=5, where=lambda tokens: len(tokens) > 4)
+    _fail_on_rank_one(Trainer, "reference_logits", from_call=5, where=are_more_than_two_pairs)
 
 
 def trials_of_more_than_two_pairs_in_the_reference_on_rank_one() -> None:
-    """Rank one runs out of memory before the reference, with more than two pairs, from the start:
-    in a search, too.
-    """
-    if os.environ["RANK"] == "1":
-        _fail(Trainer, "reference_logits", from_call=1, where=lambda tokens: len(tokens) > 4)
+    """The same from the start: in a search, too."""
+    _fail_on_rank_one(Trainer, "reference_logits", from_call=1, where=are_more_than_two_pairs)
+
+
+def are_more_than_two_pairs(tokens: torch.Tensor) -> bool:
+    return len(tokens) > 4
 
 
 def clipping_on_rank_one() -> None:
     """Rank one runs out of memory in the clipping of its fifth step."""
-    if os.environ["RANK"] == "1":
-        _fail(RecipeStep, "clip", from_call=5)
+    _fail_on_rank_one(RecipeStep, "clip", from_call=5)
 
 
 def a_bug_on_rank_one() -> None:
     """Rank one fails in its third forward, and not for lack of memory."""
-    if os.environ["RANK"] == "1":
-        _fail(
-            Trainer,
-            "logits",
-            from_call=3,
-            error=lambda: KeyError("no such layer"),
-        )
+    _fail_on_rank_one(Trainer, "logits", from_call=3, error=KeyError("no such layer"))
 
 
 def no_device_on_rank_one() -> None:
     """Rank one finds no device, as on a machine with fewer GPUs than ranks."""
+
+    def get_device(device: str | None = None) -> torch.device:
+        raise RuntimeError("The local rank is larger than the number of available GPUs.")
+
     if os.environ["RANK"] == "1":
-        from torchtune import utils
-
-        def get_device(device: str | None = None) -> torch.device:
-            raise RuntimeError("The local rank is larger than the number of available GPUs.")
-
-        utils.get_device = get_device
+        torchtune.utils.get_device = get_device
 
 
-def _fail(
+def _fail_on_rank_one(
     owner: type,
     name: str,
     *,
     from_call: int,
     where: Callable[..., bool] = lambda *_, **__: True,
-    error: Callable[[], BaseException] = lambda: torch.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB"
-    ),
+    error: Exception = OUT_OF_MEMORY,
 ) -> None:
-    """From its so-manieth call on, a method raises where `where` says so of its arguments."""
-    whole, calls = getattr(owner, name), [0]
+    """Raise an error from the N-th call of a method on, if `where` is true of its arguments."""
+    whole, calls = getattr(owner, name), itertools.count(1)
 
     def failing(self: Any, *arguments: Any, **named: Any) -> Any:
-        calls[0] += 1
-        if calls[0] >= from_call and where(*arguments, **named):
-            raise error()
+        if next(calls) >= from_call and where(*arguments, **named):
+            raise copy.copy(error)
         return whole(self, *arguments, **named)
 
-    setattr(owner, name, failing)
+    if os.environ["RANK"] == "1":
+        setattr(owner, name, failing)

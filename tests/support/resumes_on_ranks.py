@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support.cli import FEATURES, OURS, Finished, SmallSetup
+from support.cli import FEATURES, OURS, SmallSetup, block
+from support.stops import asks_at_step, asks_in_epoch
 from support.trajectories import (
     OF_DATA,
     SCHEDULE,
@@ -23,113 +24,76 @@ from support.trajectories import (
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import audit
 
-SAVES = ("save_every_n_steps=2",)
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a run.
-
-    Attributes:
-        ranks: that train it.
-        until: the step at which it is asked to end; None for its end.
-        epoch: or the epoch in whose save it is asked to.
-    """
-
-    ranks: int
-    until: int | None = None
-    epoch: int | None = None
-
-    @property
-    def is_last(self) -> bool:
-        """Nothing asks it to end."""
-        return self.until is None and self.epoch is None
-
-    def overrides(self) -> tuple[str, ...]:
-        """Return the overrides that end the part."""
-        if self.epoch is not None:
-            return (
-                "checkpointer._component_=support.stops.AskingCheckpointer",
-                f"checkpointer.at_epoch={self.epoch}",
-            )
-        if self.until is not None:
-            return (
-                "metric_logger._component_=support.stops.AskingToEnd",
-                f"metric_logger.at_step={self.until}",
-            )
-        return ()
+# A number of ranks, and the overrides that ask them to end; none of the last part.
+Part = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A run, and the numbers of ranks that train it.
-
-    Attributes:
-        overrides: key=value.
-        parts: in their order.
-        alone: what one device from beginning to end is given besides, as its batch where several
-            ranks begin.
-    """
+    """A run, and the parts in which it is trained."""
 
     overrides: tuple[str, ...]
     parts: tuple[Part, ...]
+    # What one device from beginning to end is given besides: its batch where several ranks begin.
     alone: tuple[str, ...] = ()
 
 
 def there_and_back(*until: int) -> tuple[Part, ...]:
-    """1, 2, 4, 2 and 1 ranks."""
-    return (*(Part(ranks, step) for ranks, step in zip((1, 2, 4, 2), until, strict=True)), Part(1))
+    """1, 2, 4, 2 and 1 ranks, asked to end at these steps."""
+    asked = zip((1, 2, 4, 2), map(asks_at_step, until), strict=True)
+    return (*asked, (1, ()))
 
 
+SAVES = ("save_every_n_steps=2",)
 COSINE = (*FEATURES["cosine"], *FEATURES["clipping"])
 GROWTH = ("batch_size=2", "batch_increase_function=support.components.four_more")
 RAMP = (
-    f"{SCHEDULE}._component_=adaptive_batch.schedules.linear_ramp",
-    *(f"{SCHEDULE}.start=1", f"{SCHEDULE}.end=8", f"{SCHEDULE}.over=1ep"),
+    *block(SCHEDULE, "adaptive_batch.schedules.linear_ramp", start=1, end=8, over="1ep"),
     *("grow_beyond_maximum=True", "micro_batch_size=3", "lr_scaling=sqrt"),
 )
 MEMORY = "probe.device_memory=64MiB"
 ALONE = ("batch_size=4",)
+USUAL = there_and_back(3, 6, 9, 13)
+EPOCH_OF_2 = (2, asks_in_epoch(0))
 
 WAYS: dict[str, Way] = {
-    "AdamW, cosine, clipping": Way((*SAVES, *COSINE), there_and_back(3, 6, 9, 13)),
-    "SGD, float64": Way((*SAVES, *SGD, "dtype=fp64"), there_and_back(3, 6, 9, 13)),
+    "AdamW, cosine, clipping": Way((*SAVES, *COSINE), USUAL),
+    "SGD, float64": Way((*SAVES, *SGD, "dtype=fp64"), USUAL),
     "growth": Way((*SAVES, *COSINE, *GROWTH, MEMORY), there_and_back(5, 15, 17, 19)),
     "ramp, validation": Way(
         (*SAVES, *COSINE, *SGD, *RAMP, MEMORY, *VALIDATION), there_and_back(2, 5, 8, 11)
     ),
-    "tokens": Way((*SAVES, *COSINE, *SGD, *TOKENS), there_and_back(3, 6, 9, 13)),
+    "tokens": Way((*SAVES, *COSINE, *SGD, *TOKENS), USUAL),
     "accumulation": Way(
-        (*SAVES, *SGD, "batch_size=2", *FEATURES["accumulation"], "dtype=fp64"),
-        there_and_back(3, 6, 9, 13),
+        (*SAVES, *SGD, "batch_size=2", *FEATURES["accumulation"], "dtype=fp64"), USUAL
     ),
-    "optimizer in backward": Way(
-        (*SAVES, *SGD, "optimizer_in_bwd=True"), there_and_back(3, 6, 9, 13)
+    "optimizer in backward": Way((*SAVES, *SGD, "optimizer_in_bwd=True"), USUAL),
+    "saved in the background": Way((*SAVES, *SGD, "enable_async_checkpointing=True"), USUAL),
+    "3 ranks": Way(
+        (*SAVES, *SGD, "batch_size=8", "dtype=fp64"),
+        ((1, asks_at_step(3)), (3, asks_at_step(6)), (1, ())),
     ),
-    "saved in the background": Way(
-        (*SAVES, *SGD, "enable_async_checkpointing=True"), there_and_back(3, 6, 9, 13)
+    "begun on 4": Way(
+        (*SGD, "batch_size=1"), ((4, asks_at_step(3)), (2, asks_at_step(9)), (1, ())), ALONE
     ),
-    "3 ranks": Way((*SAVES, *SGD, "batch_size=8", "dtype=fp64"), (Part(1, 3), Part(3, 6), Part(1))),
-    "begun on 4": Way((*SGD, "batch_size=1"), (Part(4, 3), Part(2, 9), Part(1)), ALONE),
-    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(1)), ALONE),
-    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), (Part(2, epoch=0), Part(4)), ALONE),
-    "epoch of 1 on 2": Way(COSINE, (Part(1, epoch=0), Part(2))),
+    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), (EPOCH_OF_2, (1, ())), ALONE),
+    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), (EPOCH_OF_2, (4, ())), ALONE),
+    "epoch of 1 on 2": Way(COSINE, ((1, asks_in_epoch(0)), (2, ()))),
 }
 
 
-def train_in_parts(setup: SmallSetup, way: Way) -> list[Finished]:
-    """Train the parts of a way, each going on from the one before."""
-    folder, done = setup.fresh_folder(), []
-    for part in way.parts:
-        goes_on = ("resume_from_checkpoint=True",) if done else ()
-        keys = (*way.overrides, *part.overrides(), f"output_dir={folder}", *goes_on)
-        ends = 0 if part.is_last else EXIT_STATUS
-        done.append(setup.run(OURS, *keys, ranks=part.ranks, expect=ends))
-    return done
+def train_in_parts(setup: SmallSetup, way: Way) -> Path:
+    """Train the parts of a way, each going on from the one before; return their folder."""
+    keys = (*way.overrides, f"output_dir={setup.fresh_folder()}")
+    for ranks, asks in way.parts:
+        ends = EXIT_STATUS if asks else 0
+        finished = setup.run(OURS, *keys, *asks, ranks=ranks, expect=ends)
+        keys = (*keys, "resume_from_checkpoint=True")
+    return finished.output_dir
 
 
 def train_alone(setup: SmallSetup, way: Way) -> Path:
-    """Train it on one device from beginning to end; returns its folder."""
+    """Train it on one device from beginning to end; return its folder."""
     return setup.run(OURS, *way.overrides, *way.alone, ranks=1).output_dir
 
 
@@ -155,10 +119,6 @@ def compare(folder: Path, whole: Path) -> dict[str, Any]:
 
 
 def _largest_difference(ours: Trajectory, theirs: Trajectory, name: str) -> float:
-    both = ours.steps.keys() & theirs.steps.keys()
-    pairs = [
-        (ours.steps[step][name], theirs.steps[step][name])
-        for step in both
-        if name in theirs.steps[step]
-    ]
+    both = [step for step in ours.steps.keys() & theirs.steps.keys() if name in theirs.steps[step]]
+    pairs = [(ours.steps[step][name], theirs.steps[step][name]) for step in both]
     return max((abs(one - other) / abs(other) for one, other in pairs), default=0.0)

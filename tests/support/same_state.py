@@ -1,40 +1,47 @@
-"""Comparison of states to the last bit."""
+"""Random numbers from a seed, and comparison of states to the last bit."""
 
 from __future__ import annotations
 
+import random
+from dataclasses import is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
-
-def assert_same(found: Any, expected: Any, path: str = "state") -> None:
-    """The same structure, and tensors of the same bits, shapes, strides and kinds."""
-    if isinstance(expected, torch.Tensor):
-        kind = torch.Tensor if type(expected) is nn.Parameter else type(expected)
-        assert type(found) is kind, path
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape), path
-        if hasattr(expected, "__tensor_flatten__"):
-            names, context = expected.__tensor_flatten__()
-            assert found.__tensor_flatten__() == (names, context)
-            for name in names:
-                assert_same(getattr(found, name), getattr(expected, name), f"{path}.{name}")
-            return
-        assert torch.equal(bits(found), bits(expected)), path
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), path
-        assert [type(key) for key in found] == [type(key) for key in expected], path
-        for key in expected:
-            assert_same(found[key], expected[key], f"{path}.{key}")
-    elif isinstance(expected, list | tuple):
-        assert type(found) is type(expected), path
-        assert len(found) == len(expected), path
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            assert_same(one, other, f"{path}.{number}")
-    else:
-        assert type(found) is type(expected), path
-        assert found == expected or found != found, path  # nan is itself
+from adaptive_batch.memory import plain_tensors
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+def seed_all(seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+def bits(value: Any) -> Any:
+    """Replace each tensor by its kind, dtype, shape and bytes, of this rank's part where it is
+    divided.
+    """
+    if isinstance(value, torch.Tensor):
+        kind = torch.Tensor if type(value) is nn.Parameter else type(value)
+        parts = [part.detach().cpu().contiguous() for part in plain_tensors(value)]
+        context = getattr(value, "__tensor_flatten__", lambda: ())()
+        return [kind.__name__, context] + [
+            (part.dtype, part.shape, part.flatten().view(torch.uint8).numpy().tobytes())
+            for part in parts
+        ]
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    if is_dataclass(value):
+        return bits(vars(value))
+    if isinstance(value, dict):
+        return [(type(key), key, bits(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return [type(value), *map(bits, value)]
+    return "nan" if value != value else value
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    """The same structure, and tensors of the same bits, shapes and kinds."""
+    assert bits(found) == bits(expected), "the states differ"

@@ -1,12 +1,9 @@
 """A small causal transformer that is divided over ranks, its rows, and what comes out for them
 without this project's code.
-
-Shared by the tests of several ranks and by benchmarks/faults_on_ranks.py.
 """
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +12,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from support.runners import build_runner
+from support.same_state import bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -24,8 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.memory import plain_tensors
-from adaptive_batch.training import RecipeStep, StepResult
+from adaptive_batch.training import RecipeStep
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
 IGNORED = -100
@@ -47,9 +44,8 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (
-            self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2)).permute(2, 0, 3, 1, 4)
-        )
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, 2, x.shape[-1] // 2))
+        q, k, v = heads.permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
             q, k, v, is_causal=True, dropout_p=self.dropout * self.training
         )
@@ -58,16 +54,14 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tied embeddings and one frozen layer; `draws` has it draw from every generator and keep
-    running statistics.
+    """Tied embeddings and one frozen layer. Sharded sizes are uneven: 53 words on 2 or 4 ranks.
 
     Args:
-        draws: dropout, random scales, a counter that a forward changes in place and a mean that it
-            replaces.
+        draws: draw from every generator, and keep running statistics: a counter that a forward
+            changes in place, and a mean that it replaces.
         checkpointing: recompute each layer's activations.
         width: of the residual stream.
-        vocabulary: number of words; the sharded sizes are uneven on purpose (53 words, 2 or 4
-            ranks).
+        vocabulary: number of words.
         layers: number of layers.
         dtype: of the parameters.
     """
@@ -135,18 +129,21 @@ def divided(
     return model
 
 
+def padded(rows: Sequence[Row], **values: int) -> dict[str, torch.Tensor]:
+    """One batch of the named columns of rows, padded with these values."""
+    return {
+        key: pad_sequence([torch.as_tensor(row[key]) for row in rows], True, value)
+        for key, value in values.items()
+    }
+
+
 def collate(rows: Sequence[Row]) -> dict[str, torch.Tensor]:
-    """One padded batch."""
-
-    def padded(key: str, value: int) -> torch.Tensor:
-        return pad_sequence(
-            [torch.tensor(row[key]) for row in rows], batch_first=True, padding_value=value
-        )
-
-    return {"tokens": padded("tokens", 0), "labels": padded("labels", IGNORED)}
+    return padded(rows, tokens=0, labels=IGNORED)
 
 
-def token_losses(model: nn.Module, batch: dict[str, torch.Tensor], reduction: str) -> torch.Tensor:
+def token_losses(
+    model: nn.Module, batch: dict[str, torch.Tensor], reduction: str = "mean"
+) -> torch.Tensor:
     """Return the loss of the label tokens; labels are shifted."""
     logits = model(batch["tokens"])[:, :-1]
     labels = batch.pop("labels")[:, 1:]
@@ -184,12 +181,8 @@ def make_rows(
 
 
 def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Gradients, loss and label tokens of rows on one device: row by row, in plain torch, without
-    this project's code.
-
-    Returns:
-        The mean over label tokens by the name of each parameter, and of the loss; zeros where there
-        is no label token.
+    """Return mean gradients, mean loss and number of label tokens, row by row in plain torch; means
+    are zeros where there is no label token.
     """
     model.zero_grad(set_to_none=True)
     loss_sum, label_tokens = 0.0, 0
@@ -200,27 +193,20 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
             loss = token_losses(model, batch, "sum")
             loss.backward()
             loss_sum, label_tokens = loss_sum + loss.item(), label_tokens + count
-    gradients = {
-        name: (
-            torch.zeros_like(parameter)
-            if parameter.grad is None
-            else parameter.grad / max(1, label_tokens)
-        )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    return gradients, loss_sum / max(1, label_tokens), label_tokens
+    divisor = max(1, label_tokens)
+    gradients = {name: sums / divisor for name, sums in whole_gradients(model).items()}
+    return gradients, loss_sum / divisor, label_tokens
 
 
 def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
     """The gradients, put together on each rank; zeros where there is none."""
-    return {
-        name: (
-            whole(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).clone()
-        )
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            has_none = parameter.grad is None
+            gradient = torch.zeros_like(parameter) if has_none else parameter.grad
+            gradients[name] = whole(gradient).clone()
+    return gradients
 
 
 def whole_parameters(model: Decoder) -> dict[str, torch.Tensor]:
@@ -234,78 +220,30 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest of all entries, relative to the largest entry of its tensor."""
+    """The largest error, relative to the largest entry of its tensor if that is not zero."""
     assert found.keys() == expected.keys()
-    return max(
-        (
-            float((found[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-300))
-            if tensor.abs().max() > 0
-            else float(found[name].abs().max())
-        )
-        for name, tensor in expected.items()
-    )
-
-
-def norm_of(gradients: dict[str, torch.Tensor]) -> float:
-    """Return the norm of all gradients."""
-    return float(
-        torch.stack([gradient.square().sum() for gradient in gradients.values()]).sum().sqrt()
-    )
-
-
-def twin(model: Decoder) -> Decoder:
-    """A copy, to be taken before the model is divided."""
-    return copy.deepcopy(model)
-
-
-def plain(result: StepResult) -> tuple[Any, ...]:
-    """The figures of a step as numbers, which can be compared and sent."""
-    noise = result.noise
-    return (
-        result.loss,
-        int(result.num_labels),
-        result.rows,
-        result.tokens,
-        result.micro_batches,
-        result.padding_fraction,
-        None if result.grad_norm is None else float(result.grad_norm),
-        None if noise is None else tuple(float(value) for value in vars(noise).values()),
-    )
-
-
-def bits(value: Any) -> Any:
-    """Replace each tensor and array by its bytes, of this rank's part where it is divided."""
-    if isinstance(value, torch.Tensor):
-        found = []
-        for part in plain_tensors(value):
-            plain = part.detach().cpu().contiguous()
-            content = plain.flatten().view(torch.uint8).numpy().tobytes()
-            found.append((type(value).__name__, plain.dtype, tuple(plain.shape), content))
-        return found
-    if isinstance(value, np.ndarray):
-        return value.tobytes()
-    if isinstance(value, dict):
-        return {key: bits(item) for key, item in value.items()}
-    return [bits(item) for item in value] if isinstance(value, list | tuple) else value
+    errors = []
+    for name, tensor in expected.items():
+        largest, apart = float(tensor.abs().max()), float((found[name] - tensor).abs().max())
+        errors.append(apart / largest if largest else apart)
+    return max(errors)
 
 
 def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
     """All that this rank goes on from, bit by bit."""
-    numpy = np.random.get_state(legacy=False)
     found: dict[str, Any] = {
         "python": random.getstate(),
-        "numpy": bits(numpy),
-        "torch": bits(torch.get_rng_state()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state(),
     }
     for name, parameter in model.named_parameters():
-        found[f"parameter {name}"] = bits(parameter)
-        found[f"gradient {name}"] = bits(parameter.grad)
-    found |= {f"buffer {name}": bits(buffer) for name, buffer in model.named_buffers()}
+        found |= {f"parameter {name}": parameter, f"gradient {name}": parameter.grad}
+    found |= {f"buffer {name}": buffer for name, buffer in model.named_buffers()}
     found |= {f"training {name}": module.training for name, module in model.named_modules()}
     for number, optimizer in enumerate(optimizers):
-        found[f"state {number}"] = bits(optimizer.state_dict())
+        found[f"state {number}"] = optimizer.state_dict()
         attributes = vars(optimizer).items()
         found[f"optimizer {number}"] = [
             (name, value) for name, value in attributes if isinstance(value, int | float | str)
         ]
-    return found
+    return {name: bits(value) for name, value in found.items()}

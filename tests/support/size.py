@@ -39,11 +39,8 @@ def count_code(text: str) -> Counts:
 
 def sum_code(files: Iterable[Path]) -> Counts:
     """Add up the counts of files."""
-    counts = dict.fromkeys(UNITS[:3], 0)
-    for file in files:
-        for unit, count in count_code(file.read_text(encoding="utf-8")).items():
-            counts[unit] += count
-    return counts
+    counts = [count_code(file.read_text(encoding="utf-8")) for file in files]
+    return {unit: sum(each[unit] for each in counts) for unit in UNITS[:3]}
 
 
 def measure(root: Path) -> dict[str, Counts]:
@@ -67,18 +64,6 @@ def read_limits(table: Path = TABLE) -> dict[str, dict[str, str]]:
     """Return the rows of the table by part."""
     with table.open(encoding="utf-8", newline="") as file:
         return {row["part"]: row for row in csv.DictReader(file)}
-
-
-def too_large(counts: Mapping[str, Counts], limits: Mapping[str, Mapping[str, str]]) -> list[str]:
-    """Return a sentence for each count above its limit."""
-    problems = []
-    for part, measured in counts.items():
-        for unit, count in measured.items():
-            if part not in limits:
-                problems.append(f"{part} has {count} {unit} and no row")
-            elif count > int(limits[part][unit]):
-                problems.append(f"{part} grew from {limits[part][unit]} to {count} {unit}")
-    return problems
 
 
 def write_limits(counts: Mapping[str, Counts], table: Path = TABLE) -> None:

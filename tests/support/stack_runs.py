@@ -24,17 +24,17 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from omegaconf import OmegaConf
 from support.runners import HeldSizer, report_of
-from torchtune import training
+from torchtune import config, training
 
 from adaptive_batch.__main__ import emulated_device
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.memory import is_out_of_memory
 from adaptive_batch.torchtune import Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.model import Weights
-from adaptive_batch.torchtune.rows import RowMeasures
 
-from .model_families import MODELS, Combination, ZeroWeights
+from .model_families import MODELS, Combination
 from .paths import subprocess_environment
 
 
@@ -49,13 +49,7 @@ class StackRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of a run; peaks are those since its model was built.
-
-    Attributes:
-        error: of a step that was out of memory, the last one.
-        outside: bytes of the device at the end that are not this allocator's: what the context
-            takes, and other processes.
-    """
+    """Counts of a run; peaks are those since its model was built."""
 
     steps: int
     allocated: int
@@ -63,8 +57,8 @@ class Outcome:
     reserved: int
     retries: int
     ooms: int
-    error: str | None = None
-    outside: int = 0
+    error: str | None = None  # of the last step, if it was out of memory
+    outside: int = 0  # bytes at the end that the context and other processes hold
 
     @property
     def fits(self) -> bool:
@@ -77,16 +71,15 @@ class Outcome:
 
 
 def no_weights(combination: Combination | None = None) -> Weights:
-    """Return weights that are left as memory had them, but for the base of adapters, if a
-    combination with some is given: zeros.
-    """
+    """Return weights left as memory had them; zeros without memory for the base of adapters."""
 
     def load_base() -> Mapping[str, Any]:
         if combination is None or not combination.adapters:
             return {}
-        base = ZeroWeights(MODELS[combination.model], combination.dtype)
-        weights: Mapping[str, Any] = base.load_checkpoint()[training.MODEL_KEY]
-        return weights
+        with torch.device("meta"):
+            model = config.instantiate(OmegaConf.create(MODELS[combination.model]))
+        zero = torch.zeros((), dtype=training.get_dtype(combination.dtype, torch.device("cpu")))
+        return {name: zero.expand(tensor.shape) for name, tensor in model.state_dict().items()}
 
     return Weights(load_base, lambda state: None)
 
@@ -98,12 +91,9 @@ def train(run: StackRun) -> Outcome:
     cfg.on_out_of_memory = "raise"
     cfg.probe.cache = True
     job = Job(cfg, Settings.from_config(cfg))
-    length = run.combination.length
-    row = job.task.synthetic_row(length)
-    data = Data(job, [row] * 4096, packed=False)
-    measures = torch.tensor([[length, length, 1, 0, 1]] * 4096)
-    data.dataset._measured = RowMeasures(*measures.unbind(1))
-    limit = MicroBatchLimit(max(1, run.rows))
+    rows = [job.task.synthetic_row(run.combination.length)] * run.rows
+    data = Data(job, rows[:1], packed=False)
+    limit = MicroBatchLimit(run.rows)
     sizer = HeldSizer(limit, layout=data.configured_layout, memory=job.memory)
     done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
@@ -113,7 +103,6 @@ def train(run: StackRun) -> Outcome:
         before = torch.cuda.memory_stats()
         torch.cuda.reset_peak_memory_stats()
         for _ in range(run.steps):
-            rows = [row] * run.rows
             trainer.engine.run(rows, report_of(rows))
             trainer.step()
             done += 1
@@ -142,27 +131,18 @@ class StackRuns:
     def __init__(self) -> None:
         self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
 
-    def __call__(self, run: StackRun, device: str, *, conf: str = "", capacity: int = 0) -> Outcome:
-        # Said even so, as a recipe's process has asked for segments that expand.
-        setting = emulated_device(device, "").setting
-        key = setting, conf or "expandable_segments:False", str(capacity or "")
+    def __call__(self, run: StackRun, device: str, *, conf: str, capacity: int) -> Outcome:
+        variables = {
+            "EMULATE_DEVICE": emulated_device(device, "").setting,
+            "EMULATE_CAPACITY": str(capacity),
+            # A recipe's process would ask for expandable segments.
+            "PYTORCH_CUDA_ALLOC_CONF": conf or "expandable_segments:False",
+        }
+        key = tuple(variables.values())
         if key not in self._servers:
-            variables = dict(
-                zip(
-                    ("EMULATE_DEVICE", "PYTORCH_CUDA_ALLOC_CONF", "EMULATE_CAPACITY"),
-                    key,
-                    strict=True,
-                )
-            )
-            environment = subprocess_environment(
-                **{name: value for name, value in variables.items() if value}
-            )
-            # Tests of training in this process ask cuBLAS for other workspaces.
-            environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
-            command = [sys.executable, "-W", "ignore", "-m", "support.stack_runs"]
             self._servers[key] = subprocess.Popen(
-                command,
-                env=environment,
+                [sys.executable, "-W", "ignore", "-m", "support.stack_runs"],
+                env=subprocess_environment(**variables),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -187,10 +167,7 @@ class StackRuns:
 def answer_to(line: str) -> dict[str, Any]:
     """Return the outcome of a run that is asked for, or the error that it ended with."""
     asked = json.loads(line)
-    combination = Combination(
-        **{**asked["combination"], "apart": tuple(asked["combination"]["apart"])}
-    )
-    run = StackRun(**{**asked, "combination": combination})
+    run = StackRun(**{**asked, "combination": Combination(**asked["combination"])})
     try:
         return asdict(train(run))
     except Exception as error:
@@ -206,9 +183,8 @@ def main() -> None:
         print(json.dumps(answer_to(sys.stdin.readline())), file=answers, flush=True)
         return
     assert torch.cuda.memory_reserved() == 0
-    torch.cuda._is_in_bad_fork = lambda: (
-        False
-    )  # imports have looked for devices, and the stack does not mind
+    # Imports have looked for devices, and the stack does not mind.
+    torch.cuda._is_in_bad_fork = lambda: False
     for line in sys.stdin:
         child = os.fork()
         if not child:

@@ -1,5 +1,4 @@
-"""Allocations of the recipe's steps: estimated on fake tensors, and on CUDA, be it
-the stack without a device.
+"""Allocations of the recipe's steps on CUDA, be it the stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS
     [KEY=VALUE ...]
@@ -24,15 +23,13 @@ from support.runners import HeldSizer, report_of
 from support.stack_runs import no_weights
 
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.estimate import CudaKernels, FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
 from adaptive_batch.torchtune import AdapterModel, Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.torchtune.estimates import FakeRun
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 # Steps of a log.
-_STEPS = 3
+STEPS = 3
 
 
 class Unloaded(AdapterModel):
@@ -74,27 +71,8 @@ def made_up_rows(job: Job, rows: int, tokens: int | Sequence[int]) -> list[dict[
     return [job.task.synthetic_row(lengths[number % len(lengths)]) for number in range(rows)]
 
 
-def estimated(
-    cfg: DictConfig,
-    rows: int,
-    tokens: int | Sequence[int],
-    *,
-    micro_batches: int = 1,
-) -> array[int]:
-    """Return the log of a run on fake tensors of the device that PyTorch uses."""
-    device = FakeDevice(CudaKernels(torch.cuda.get_device_capability()))
-    run = FakeRun(cfg, device, reads_data=False)
-    step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
-    step.trace(rows)
-    return step.log(rows, num_steps=_STEPS, micro_batches=micro_batches)
-
-
 def on_cuda(
-    cfg: DictConfig,
-    rows: int,
-    tokens: int | Sequence[int],
-    *,
-    micro_batches: int = 1,
+    cfg: DictConfig, rows: int, tokens: int | Sequence[int], *, micro_batches: int = 1
 ) -> array[int]:
     """Return the log of a run on CUDA, from loading on; peaks of PyTorch's own are those from the
     second step on, in which nothing is compiled and no kernel is tuned.
@@ -108,7 +86,7 @@ def on_cuda(
     model = job.builder.build(cfg, no_weights(), dtype=job.dtype, device=job.device)
     sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, sizer)
-    for step in range(_STEPS):
+    for step in range(STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches
         trainer.engine.run(step_rows, report_of(step_rows))
         trainer.step()

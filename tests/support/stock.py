@@ -7,19 +7,15 @@ for many runs.
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch.distributed as dist
-from support.cli import OURS, Finished, SmallSetup, interrupted, typed_files
+from support.cli import Finished, SmallSetup
 from support.processes import hosted_store, run
 from torchtune import training
-from torchtune.datasets import SFTDataset, instruct_dataset
-from torchtune.modules.transforms.tokenizers import ModelTokenizer
 
 STOCK_ON_RANKS = "full_finetune_distributed"
 # The name of a recipe, and key=value; as run_in_process takes them.
@@ -43,13 +39,6 @@ def run_tasks(
             f"rank {rank} ended with {one.exit_status}:\n{one.output[-3000:]}"
         )
     return [Finished("", folder) for folder in folders]
-
-
-def resuming(setup: SmallSetup, recipe: str, begun: Finished, overrides: Sequence[str]) -> Task:
-    """The second epoch of a run that was stopped after its first, each recipe in its own way."""
-    folder = interrupted(begun, setup)
-    own = () if recipe == OURS else typed_files(folder)
-    return (recipe, *overrides, f"output_dir={folder}", "resume_from_checkpoint=True", *own)
 
 
 def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int]) -> None:
@@ -78,24 +67,3 @@ def on_a_cpu() -> Iterator[None]:
     finally:
         vars(training).update(usual)
         dist.init_process_group = init_process_group
-
-
-def partly_labelled(
-    tokenizer: ModelTokenizer, *, without_labels: Sequence[int], **options: Any
-) -> SFTDataset:
-    """torchtune's dataset of instructions, some of whose rows have no label, as rows that are cut
-    within the prompt have.
-    """
-    dataset = instruct_dataset(tokenizer, **options)
-    prepare = dataset._prepare_sample
-    unlabelled = [dataset._data[row] for row in without_labels]
-
-    @functools.wraps(prepare)
-    def prepare_row(sample: Any) -> dict[str, Any]:
-        row = prepare(sample)
-        if sample in unlabelled:
-            row = {**row, "labels": [-100] * len(row["labels"])}
-        return row
-
-    dataset._prepare_sample = prepare_row
-    return dataset

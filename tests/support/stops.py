@@ -2,49 +2,57 @@
 copy of a run that a kill would have left.
 """
 
+import ctypes
 import json
-import os
 import resource
 import shutil
 import signal
 import time
 from pathlib import Path
 
+from support.cli import block
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
 
 from adaptive_batch.report.auditing import RECORD
 
 
-def ask_to_end(by=signal.SIGTERM):
-    os.kill(os.getpid(), by)
+def asks_at_step(step, by=signal.SIGTERM):
+    """The overrides of a run that gets a signal when it has logged a step."""
+    return block("metric_logger", "support.stops.AskingToEnd", at_step=step, by=int(by))
 
 
-class AskingToEnd(DiskLogger):
-    """A log that asks its process to end when a step is logged, by a signal."""
+def asks_in_epoch(epoch):
+    """The overrides of a run that is asked to end as it saves an epoch, or as it loads: -1."""
+    return block("checkpointer", "support.stops.AskingCheckpointer", at_epoch=epoch)
 
-    def __init__(self, log_dir, filename, at_step, by=signal.SIGTERM):
+
+class ActingLogger(DiskLogger):
+    """A log that acts once a step is logged; further arguments are its attributes."""
+
+    def __init__(self, log_dir, filename, **options):
         super().__init__(log_dir, filename)
-        self.at_step = at_step
-        self.by = by
+        vars(self).update(options)
 
     def log_dict(self, payload, step):
         super().log_dict(payload, step)
-        if step == self.at_step and "loss" in payload:
-            ask_to_end(self.by)
+        if "loss" in payload:
+            self.act(step)
 
 
-class WaitingToBeAsked(DiskLogger):
-    """A log that creates a file at a step, and waits there until its process is asked to end."""
+class AskingToEnd(ActingLogger):
+    """A log that sends its process the signal `by` at step `at_step`."""
 
-    def __init__(self, log_dir, filename, at_step, file):
-        super().__init__(log_dir, filename)
-        self.at_step = at_step
-        self.file = Path(file)
+    def act(self, step):
+        if step == self.at_step:
+            signal.raise_signal(self.by)
 
-    def log_dict(self, payload, step):
-        super().log_dict(payload, step)
-        if step != self.at_step or "loss" not in payload:
+
+class WaitingToBeAsked(ActingLogger):
+    """A log that creates `file` at `at_step`, and waits there until its process is asked to end."""
+
+    def act(self, step):
+        if step != self.at_step:
             return
         handler = signal.getsignal(signal.SIGTERM)
         asked = []
@@ -54,9 +62,35 @@ class WaitingToBeAsked(DiskLogger):
             handler(number, frame)
 
         signal.signal(signal.SIGTERM, note)
-        self.file.touch()
+        Path(self.file).touch()
         while not asked:
             time.sleep(0.01)
+
+
+class FillingDisk(ActingLogger):
+    """A log from one of whose steps until another no file may grow beyond `num_bytes`."""
+
+    def act(self, step):
+        _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        limits = {self.from_step: self.num_bytes, self.until_step: most}
+        if step in limits:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limits[step], most))
+
+
+class TakingMemory(ActingLogger):
+    """A log that leaves the process, after a step, only `bytes_left` more of address space than it
+    has. The C library returns freed memory at once, which could be enough for the next steps.
+    """
+
+    def __init__(self, log_dir, filename, **options):
+        super().__init__(log_dir, filename, **options)
+        assert ctypes.CDLL(None).mallopt(-3, 2**20)  # M_MMAP_THRESHOLD of malloc.h
+
+    def act(self, step):
+        if step == self.after_step:
+            held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            _, most = resource.getrlimit(resource.RLIMIT_AS)
+            resource.setrlimit(resource.RLIMIT_AS, (held + self.bytes_left, most))
 
 
 class AskingCheckpointer(FullModelHFCheckpointer):
@@ -68,29 +102,13 @@ class AskingCheckpointer(FullModelHFCheckpointer):
 
     def load_checkpoint(self):
         if self.at_epoch == -1:
-            ask_to_end()
+            signal.raise_signal(signal.SIGTERM)
         return super().load_checkpoint()
 
     def save_checkpoint(self, state_dict, epoch, **rest):
         if epoch == self.at_epoch:
-            ask_to_end()
+            signal.raise_signal(signal.SIGTERM)
         super().save_checkpoint(state_dict, epoch, **rest)
-
-
-class Limiting(DiskLogger):
-    """A log after one step of which no file may grow beyond so many bytes, until after another
-    step: a disk that is full.
-    """
-
-    def __init__(self, log_dir, filename, from_step, num_bytes, until_step):
-        super().__init__(log_dir, filename)
-        _, self.most = resource.getrlimit(resource.RLIMIT_FSIZE)
-        self.limits = {from_step: num_bytes, until_step: self.most}
-
-    def log_dict(self, payload, step):
-        super().log_dict(payload, step)
-        if step in self.limits and "loss" in payload:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (self.limits[step], self.most))
 
 
 def stopped_after(finished, setup, step, *, taken_back=0):
@@ -104,12 +122,10 @@ def stopped_after(finished, setup, step, *, taken_back=0):
         record = json.loads(line)
         if record["kind"] == "step" and record["step"] > step + taken_back:
             break
-        if record["kind"] in ("checkpoint", "resume_point"):
-            saved.add(
-                f"epoch_{record['epoch']}"
-                if record["kind"] == "checkpoint"
-                else f"step_{record['step']}"
-            )
+        if record["kind"] == "checkpoint":
+            saved.add(f"epoch_{record['epoch']}")
+        if record["kind"] == "resume_point":
+            saved.add(f"step_{record['step']}")
         lines.append(line)
     (folder / RECORD).write_text("".join(lines))
     for path in [*folder.glob("epoch_*"), *folder.glob("step_*")]:

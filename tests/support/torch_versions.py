@@ -1,9 +1,7 @@
-"""Runs the core's tests on each pair of torch and Python below, and prints a table:
-torch_versions.py [TORCH ...]
+"""Run the core's tests on each pair of torch and Python below: torch_versions.py [TORCH ...]
 
-Each pair has a venv in .venv-versions, made once: 2 GB and a minute. What pip brings of torch is a
-CUDA build; it is installed without the libraries of NVIDIA, with the emulated CUDA in their place,
-which has no device here.
+Each pair has a venv in .venv-versions, made once: 2 GB and a minute. torch's CUDA build is
+installed without the libraries of NVIDIA; the emulated CUDA in their place has no device.
 """
 
 from __future__ import annotations
@@ -17,12 +15,7 @@ from pathlib import Path
 
 # Each Python and each torch that is declared at least once. `make test` runs the version that
 # constraints.txt pins.
-PAIRS = [
-    ("2.11.0", "3.11"),
-    ("2.13.0", "3.12"),
-    ("2.14.1", "3.10"),
-    ("2.15.0", "3.13"),
-]
+PAIRS = [("2.11.0", "3.11"), ("2.13.0", "3.12"), ("2.14.1", "3.10"), ("2.15.0", "3.13")]
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "accelerate", "transformers"]
 EXTRAS = "recipes,report"  # tests of the core use torchao's optimizers and the estimate's settings
 TESTS = [
@@ -36,8 +29,7 @@ TESTS = [
 ]
 # FSDP2 needs torch 2.13; test_ddp.py does without.
 WITHOUT_FSDP = [*TESTS, "--ignore-glob=tests/distributed/test_[!d]*"]
-LEFT_OUT = ["slow", "nightly", "gpu", "cuda_stack", "browser", "readme", "install"]
-MARKS = " and ".join(f"not {mark}" for mark in LEFT_OUT)
+MARKS = "not (slow or nightly or gpu or cuda_stack or browser or readme or install)"
 
 ROOT = Path(__file__).parents[2]
 VENVS = ROOT / ".venv-versions"
@@ -60,28 +52,16 @@ def main() -> int:
 
 def outcome(venv: Path, tests: list[str]) -> tuple[bool, str]:
     """Return whether tests pass there, and the last line that pytest wrote."""
-    command = [
-        venv / "bin/python",
-        "-m",
-        "pytest",
-        "-n",
-        "2",
-        "--dist",
-        "worksteal",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        MARKS,
-    ]
+    options = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
+    command = [venv / "bin/python", "-m", "pytest", *options, *tests]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
     environment = os.environ | {"PYTHONPATH": paths, "EMULATE_DEVICE_COUNT": "0"}
     log = venv.with_suffix(f"{venv.suffix}.log")
     with log.open("w") as file:
-        done = subprocess.run(
-            [*command, *tests], cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
-        )
+        how = {"stdout": file, "stderr": subprocess.STDOUT}
+        done = subprocess.run(command, cwd=ROOT, env=environment, **how)
     last = log.read_text().splitlines()[-1].strip("= ")
-    return done.returncode == 0, last if done.returncode == 0 else f"{last}; see {log}"
+    return done.returncode == 0, f"{last}; see {log}"
 
 
 def venv_of(torch: str, python: str) -> Path:

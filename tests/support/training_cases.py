@@ -1,8 +1,5 @@
 """A small model in training, for facts about trials: every optimizer, dtype and way of running that
-they are held for.
-
-Shared by tests/unit/probe/test_trial.py (a short form) and benchmarks/traceless.py (all
-combinations).
+they are held for. All combinations: benchmarks/traceless.py.
 """
 
 from __future__ import annotations
@@ -12,18 +9,20 @@ import itertools
 import os
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torchao.optim
-from support.sharded_model import Decoder, bits, training_state
+from support.same_state import bits, seed_all
+from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -36,15 +35,19 @@ PLENTY = 2**40
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see deterministic()
 gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
 CPU = torch.device("cpu")
-ADAPTERS = ("LoRA", "DoRA", "QLoRA")
-# Five, so that each meets every flag of a combination.
-KINDS_OF_TASKS = (
-    ("DPO", "LoRA"),
-    ("distillation", ""),
-    ("DPO", ""),
-    ("distillation", "LoRA"),
-    ("DPO", "DoRA"),
-)
+# Adapters and tasks that alternate in the combinations of a kind; five tasks, so that each meets
+# every flag of a combination.
+KINDS = {
+    "": [("", "")],
+    "adapters": [("LoRA", ""), ("DoRA", ""), ("QLoRA", "")],
+    "tasks": [
+        ("LoRA", "DPO"),
+        ("", "distillation"),
+        ("", "DPO"),
+        ("LoRA", "distillation"),
+        ("DoRA", "DPO"),
+    ],
+}
 
 
 class Counting(Optimizer):
@@ -81,12 +84,10 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW4bit": lambda p: torchao.optim.AdamW4bit(p, lr=1e-2, bf16_stochastic_round=True),
     "counting": Counting,
 }
-try:
-    import bitsandbytes
-except ImportError:
-    bitsandbytes = None
 CUDA_OPTIMIZERS = dict(OPTIMIZERS)
-if bitsandbytes is not None:
+if find_spec("bitsandbytes"):
+    import bitsandbytes
+
     CUDA_OPTIMIZERS["PagedAdamW8bit"] = lambda p: bitsandbytes.optim.PagedAdamW8bit(p, lr=1e-2)
 
 
@@ -103,73 +104,23 @@ class Case:
     task: str = ""  # DPO or distillation; else next tokens
 
     def __str__(self) -> str:
-        where = " in backward" if self.in_backward else ""
-        checkpointing = ", checkpointing" if self.checkpointing else ""
-        start = "resumed" if self.resumed else "fresh"
-        adapters = f", {self.adapters}" if self.adapters else ""
-        task = f", {self.task}" if self.task else ""
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.optimizer}{where}, {dtype}{checkpointing}, {start}{adapters}{task}"
+        marks = (
+            self.optimizer + " in backward" * self.in_backward,
+            str(self.dtype).removeprefix("torch.") + ", checkpointing" * self.checkpointing,
+            "resumed" if self.resumed else "fresh",
+            self.adapters,
+            self.task,
+        )
+        return ", ".join(filter(None, marks))
 
 
-def all_cases(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
-    """Every combination."""
-    dtypes = (torch.float32, torch.bfloat16)
+def cases(kind: str = "", optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
+    """Every combination, with the adapters and tasks of a kind in turn."""
     flags = (False, True)
-    return [
-        Case(*combination)
-        for combination in itertools.product(optimizers, flags, dtypes, flags, flags)
-    ]
-
-
-def cases_with_adapters(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
-    """Every combination, with each kind of adapter in turn."""
-    kinds = itertools.cycle(ADAPTERS)
-    return [
-        replace(case, adapters=kind)
-        for case, kind in zip(all_cases(optimizers), kinds, strict=False)
-    ]
-
-
-def cases_with_tasks(optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
-    """Every combination, with a task of each kind in turn."""
-    kinds = itertools.cycle(KINDS_OF_TASKS)
-    return [
-        replace(case, adapters=adapters, task=task)
-        for case, (task, adapters) in zip(all_cases(optimizers), kinds, strict=False)
-    ]
-
-
-def put_adapters(model: nn.Module, kind: str) -> None:
-    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without
-    bias, and freeze all else.
-    """
-    from torchtune.modules import (
-        peft,
-    )  # which takes seconds that a process without adapters need not wait
-
-    make = peft.DoRALinear if kind == "DoRA" else peft.LoRALinear
-    quantized = (
-        {"quantize_base": True, "block_size": 64, "scaler_block_size": 32}
-        if kind == "QLoRA"
-        else {}
-    )
-    for module in list(model.modules()):
-        for name, linear in list(module.named_children()):
-            if isinstance(linear, nn.Linear):
-                adapted = make(
-                    linear.in_features,
-                    linear.out_features,
-                    4,
-                    8,
-                    dropout=0.1,
-                    use_bias=not quantized,
-                    **quantized,
-                )
-                setattr(module, name, adapted.to(linear.weight))
-                if kind == "DoRA":
-                    adapted.initialize_dora_magnitude()
-    peft.set_trainable_params(model, peft.get_adapter_params(model))
+    dtypes = (torch.float32, torch.bfloat16)
+    combinations = itertools.product(optimizers, flags, dtypes, flags, flags)
+    in_turn = itertools.cycle(KINDS[kind])
+    return [Case(*combination, *next(in_turn)) for combination in combinations]
 
 
 class Training:
@@ -177,32 +128,27 @@ class Training:
     stepped in backward.
     """
 
-    def __init__(
-        self, case: Case, *, device: torch.device = CPU, optimizers: dict[str, Any] = OPTIMIZERS
-    ) -> None:
-        torch.manual_seed(0)
-        random.seed(0)
-        np.random.seed(0)
+    def __init__(self, case: Case, *, device: torch.device = CPU) -> None:
+        seed_all()
         self.case, self.device = case, device
         self.memory = device_memory(device)
-        self._make = optimizers[case.optimizer]
         self.model = self._decoder(checkpointing=case.checkpointing)
-        if case.adapters:
-            put_adapters(self.model, case.adapters)
-        self.model.frozen.eval()
         self.models: nn.Module = self.model
-        self._learned: Any = None
-        if case.task:
-            # Which imports what other cases need not wait for.
-            from support.learned_tasks import LearnedTask
+        self.learned: Any = None
+        if case.adapters or case.task:
+            # Which imports torchtune, for seconds.
+            from support.learned_tasks import LearnedTask, put_adapters
 
-            second = None
-            if case.task == "distillation" or not case.adapters:
-                second = self._decoder(checkpointing=False)
-            self._learned = LearnedTask(case.task, self.model, second)
-            self.models = self._learned.models
+            if case.adapters:
+                put_adapters(self.model, case.adapters)
+            if case.task:
+                has_base = case.adapters and case.task == "DPO"
+                second = None if has_base else self._decoder(checkpointing=False)
+                self.learned = LearnedTask(case.task, self.model, second)
+                self.models = self.learned.models
+        self.model.frozen.eval()
         self.phase = ""
-        self.optimizer = self._optimizer(None)
+        self.optimizer = self._optimizer()
         if case.resumed:
             self.train(2)
             states = [optimizer.state_dict() for optimizer in self.optimizers]
@@ -218,18 +164,16 @@ class Training:
         kind = {"draws": True, "checkpointing": checkpointing, "dtype": self.case.dtype}
         return Decoder(**size, **kind).to(self.device)
 
-    def _optimizer(self, states: list[Any] | None) -> Optimizer | OptimizerInBackward:
+    def _optimizer(self, states: Sequence[Any] = ()) -> Optimizer | OptimizerInBackward:
+        make = CUDA_OPTIMIZERS[self.case.optimizer]
         trained = [p for p in self.model.parameters() if p.requires_grad]
-        made = (
-            [self._make([p]) for p in trained] if self.case.in_backward else [self._make(trained)]
-        )
-        for optimizer, state in zip(made, states or [], strict=False):
+        groups = [[p] for p in trained] if self.case.in_backward else [trained]
+        made = [make(group) for group in groups]
+        for optimizer, state in zip(made, states, strict=False):
             optimizer.load_state_dict(state)
-        return (
-            OptimizerInBackward(dict(zip(trained, made, strict=True)))
-            if self.case.in_backward
-            else made[0]
-        )
+        if self.case.in_backward:
+            return OptimizerInBackward(dict(zip(trained, made, strict=True)))
+        return made[0]
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -241,22 +185,21 @@ class Training:
         """Forward and backward of rows that are drawn, so that every generator moves."""
         self.phase = "forward"
         tokens = torch.randint(VOCABULARY, (rows, LENGTH), device=self.device)
-        tokens[0, 0], tokens[0, 1] = (
-            random.randrange(VOCABULARY),
-            int(np.random.randint(VOCABULARY)),
-        )
-        loss = self._loss(tokens)
+        tokens[0, 0] = random.randrange(VOCABULARY)
+        tokens[0, 1] = int(np.random.randint(VOCABULARY))
+        batch = self.collate([{"tokens": row, "labels": row} for row in tokens.tolist()])
+        loss = self.mean_loss({key: part.to(self.device) for key, part in batch.items()})
         self.phase = "backward"
         loss.backward()
         self.phase = "done"
 
-    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        if self._learned is None:
-            logits = self.model(tokens)[:, :-1]
-            return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-        rows = [{"tokens": row, "labels": row} for row in tokens.tolist()]
-        batch = self._learned.collate(rows)
-        return self._learned.mean_loss({key: part.to(self.device) for key, part in batch.items()})
+    def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return collate(rows) if self.learned is None else self.learned.collate(rows)
+
+    def mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        if self.learned is None:
+            return token_losses(self.model, batch)
+        return self.learned.mean_loss(batch)
 
     def step(self) -> None:
         """Clip and step."""
@@ -292,7 +235,7 @@ class Training:
             memory=memory or self.memory,
             budget_bytes=budget_bytes,
             row=f"one row of {LENGTH} tokens",
-            frozen_modules=self._learned.held if self._learned else (),
+            frozen_modules=self.learned.held if self.learned else (),
         )
 
     def everything(self) -> dict[str, Any]:
@@ -333,11 +276,8 @@ def deterministic(device: torch.device) -> Iterator[None]:
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
     """Names of what differs."""
-    return [
-        name
-        for name in sorted(before.keys() | after.keys())
-        if before.get(name, "absent") != after.get(name, "absent")
-    ]
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if before.get(name, "absent") != after.get(name, "absent")]
 
 
 # --- what may happen in a probe
@@ -347,25 +287,12 @@ class Mishap(Exception):
     """Something else than memory."""
 
 
-def fits(training: Training) -> None:
-    with training.rehearsal() as trial:
+def fits(training: Training, *, accumulates: bool = False) -> None:
+    with training.rehearsal(accumulates=accumulates and not training.case.in_backward) as trial:
         assert all(trial(rows).fits for rows in (1, 3, 2))
 
 
-def fits_accumulating(training: Training) -> None:
-    with training.rehearsal(accumulates=not training.case.in_backward) as trial:
-        assert all(trial(rows).fits for rows in (1, 3))
-
-
-def out_of_memory_in_forward(training: Training) -> None:
-    _out_of_memory(training, "forward")
-
-
-def out_of_memory_in_backward(training: Training) -> None:
-    _out_of_memory(training, "backward")
-
-
-def _out_of_memory(training: Training, phase: str) -> None:
+def runs_out(training: Training, *, phase: str) -> None:
     """Run out half-way through the layers, between trials that fit."""
     with training.rehearsal(budget_bytes=training.memory.total_bytes() // 2) as trial:
         assert trial(2).fits
@@ -390,10 +317,6 @@ def another_error(training: Training) -> None:
     assert isinstance(caught.value.__cause__, Mishap)
 
 
-def one_row_does_not_fit(training: Training) -> None:
-    _cannot_enter(training, budget_bytes=2**10)
-
-
 def optimizer_does_not_fit(training: Training) -> None:
     """Each point of the first step at which memory may run out: budgets from too small for anything
     to just enough.
@@ -402,10 +325,10 @@ def optimizer_does_not_fit(training: Training) -> None:
     with training.rehearsal() as trial:
         peaks += [trial.resident_bytes, trial(1).peak_bytes or 0, trial.optimizer_peak_bytes or 0]
     for part in (0.6, 0.85, 0.99):
-        _cannot_enter(training, budget_bytes=int(part * max(peaks)) - 1)
+        does_not_fit(training, budget_bytes=int(part * max(peaks)) - 1)
 
 
-def _cannot_enter(training: Training, *, budget_bytes: int) -> None:
+def does_not_fit(training: Training, *, budget_bytes: int) -> None:
     before = training.everything()
     with pytest.raises(DoesNotFitError) as caught, training.rehearsal(budget_bytes=budget_bytes):
         pass
@@ -416,11 +339,11 @@ def _cannot_enter(training: Training, *, budget_bytes: int) -> None:
 
 OUTCOMES: dict[str, Callable[[Training], None]] = {
     "fits": fits,
-    "fits, accumulating": fits_accumulating,
-    "OOM in forward": out_of_memory_in_forward,
-    "OOM in backward": out_of_memory_in_backward,
+    "fits, accumulating": partial(fits, accumulates=True),
+    "OOM in forward": partial(runs_out, phase="forward"),
+    "OOM in backward": partial(runs_out, phase="backward"),
     "another error": another_error,
-    "one row does not fit": one_row_does_not_fit,
+    "one row does not fit": partial(does_not_fit, budget_bytes=2**10),
     "optimizer does not fit": optimizer_does_not_fit,
 }
 
@@ -434,21 +357,16 @@ def traces(
         The outcome, and the names of what differs after it; last, what differs from training that
         was never probed.
     """
-    with (
-        torch.compiler.set_stance("force_eager"),
-        deterministic(device),
-    ):  # torchao's optimizers compile for minutes
-        training = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)
+    # torchao's optimizers compile for minutes.
+    with torch.compiler.set_stance("force_eager"), deterministic(device):
+        training = Training(case, device=device)
         for name, probe in OUTCOMES.items():
             before, objects = training.everything(), training.objects()
             probe(training)
-            yield (
-                name,
-                differences(before, training.everything())
-                + differences(objects, training.objects()),
-            )
+            differing = differences(before, training.everything())
+            yield name, differing + differences(objects, training.objects())
         training.train(steps)
         probed = training.everything()
-        undisturbed = Training(case, device=device, optimizers=CUDA_OPTIMIZERS)
+        undisturbed = Training(case, device=device)
         undisturbed.train(steps)
         yield "training went on", differences(undisturbed.everything(), probed)

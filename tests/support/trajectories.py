@@ -20,11 +20,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.cli import OURS, SmallSetup, cosine_after, make_setup, same_weights, weights
-from support.loops import ROWS, RunsOut, seed_all, training
-from support.padded_rows import collate as pad_rows
+from support.cli import OURS, SmallSetup, block, cosine_after, make_setup, same_weights, weights
+from support.loops import ROWS, RunsOut, collate_features, training
 from support.processes import run
+from support.same_state import seed_all
 from support.sharded_model import Decoder, collate
+from support.stops import asks_at_step
 from torch.optim.lr_scheduler import LambdaLR
 
 from adaptive_batch import AdaptiveBatches, AdaptiveRate, AdaptiveStep
@@ -45,17 +46,11 @@ EXACT, ROUNDING = (0.0, 0.0), (2e-6, 1e-6)
 
 @dataclass
 class Trajectory:
-    """Figures of each step by its number, and the final weights.
+    """Figures of each step by its number, and the final weights."""
 
-    Attributes:
-        steps: figures of the steps that count; those of a validation have a text as key.
-        weights: of the model, by name.
-        problems: what is wrong with this run by itself.
-    """
-
-    steps: dict[Any, dict[str, Any]]
+    steps: dict[Any, dict[str, Any]]  # those of a validation have a text as key
     weights: dict[str, torch.Tensor]
-    problems: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)  # of this run by itself
 
     def differences(
         self,
@@ -75,14 +70,11 @@ class Trajectory:
         found = list(self.problems)
         for step in sorted(self.steps.keys() | other.steps.keys(), key=str):
             ours, theirs = self.steps.get(step, {}), other.steps.get(step, {})
-            found += [
-                f"step {step}: {name} {ours.get(name)}, undisturbed {theirs.get(name)}"
-                for name in sorted(ours.keys() | theirs.keys())
-                if only is None or name in only
-                if not _are_close(
-                    ours.get(name), theirs.get(name), 0.0 if name in OF_DATA else rounding[0]
-                )
-            ]
+            names = ours.keys() | theirs.keys()
+            for name in sorted(names if only is None else names.intersection(only)):
+                one, two = ours.get(name), theirs.get(name)
+                if not _are_close(one, two, 0.0 if name in OF_DATA else rounding[0]):
+                    found.append(f"step {step}: {name} {one}, undisturbed {two}")
         if not same_weights(self.weights, other.weights):
             relative, _ = weights_apart(self.weights, other.weights)
             if not relative <= rounding[1] > 0:
@@ -133,44 +125,29 @@ def read_run(folder: Path) -> Trajectory:
     )
 
 
-@dataclass(frozen=True)
-class Case:
-    """One way to choose the batch.
-
-    Attributes:
-        batches: returns the arguments of AdaptiveBatches, AdaptiveLoop or AdaptiveArguments.
-        overrides: the same as keys of a recipe.
-    """
-
-    batches: Callable[[], dict[str, Any]]
-    overrides: tuple[str, ...]
-
-
-SCHEDULE = "batch_size_schedule"
+SCHEDULE, STEPS = "batch_size_schedule", "adaptive_batch.schedules.steps"
 VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=4", "max_validation_batches=2")
 TOKENS = (
     "probe.device_memory=64MiB",
     "batch_tokens=160",
     "probe.objective=largest",  # a run that is killed before its first save chooses again
-    f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
-    f"{SCHEDULE}.batch_sizes=[90,160,240]",
-    f"{SCHEDULE}.thresholds=[600tok,1800tok]",
+    *block(SCHEDULE, STEPS, batch_sizes="[90,160,240]", thresholds="[600tok,1800tok]"),
     "sample_order=seqlen",
     "sample_window=16",
     "lr_clock=tokens",
 )
-CASES = {
-    "constant": Case(dict, ()),
-    "growth": Case(
+# Ways to choose the batch: arguments of AdaptiveBatches, AdaptiveLoop or AdaptiveArguments, and the
+# same as keys of a recipe.
+CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
+    "constant": (dict, ()),
+    "growth": (
         lambda: {"batch_increase_function": at_epochs({1: 4})},
         ("batch_increase_function=support.components.four_more", "probe.device_memory=64MiB"),
     ),
-    "schedule": Case(
+    "schedule": (
         lambda: {"batch_size_schedule": steps([2, 4, 8], ["4ba", "12ba"])},
         (
-            f"{SCHEDULE}._component_=adaptive_batch.schedules.steps",
-            f"{SCHEDULE}.batch_sizes=[2,4,8]",
-            f"{SCHEDULE}.thresholds=[4ba,12ba]",
+            *block(SCHEDULE, STEPS, batch_sizes="[2,4,8]", thresholds="[4ba,12ba]"),
             "probe.device_memory=64MiB",
         ),
     ),
@@ -194,8 +171,8 @@ def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> l
     """
     if driver in PROGRAMS:
         return _compare_programs(driver, case, disturbance, folder)
-    ranks = 2 if driver == "two ranks" else 1
-    return compare_recipes(make_setup(folder), ranks, CASES[case].overrides, disturbance)
+    ranks, (_, overrides) = 2 if driver == "two ranks" else 1, CASES[case]
+    return _compare_recipes(make_setup(folder), ranks, overrides, disturbance)
 
 
 # --- programs that save their own state
@@ -203,35 +180,21 @@ def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> l
 
 @dataclass(frozen=True)
 class Program:
-    """A small training program.
+    """A small training program."""
 
-    Attributes:
-        driver: a key of ``PROGRAMS``.
-        case: a key of ``CASES``.
-        folder: where it saves.
-        draws: whether the model has dropout.
-        rows_fit: rows of a micro-batch that do not run out of memory.
-        micro_batch_size: rows of a micro-batch; None for the whole batch.
-        kill_at: step after which the process is killed; 0 for never.
-    """
-
-    driver: str
-    case: str
-    folder: Path
-    draws: bool = True
-    rows_fit: int = 10**9
+    driver: str  # a key of PROGRAMS
+    case: str  # a key of CASES
+    folder: Path  # where it saves
+    draws: bool = True  # whether the model has dropout
+    rows_fit: int = 10**9  # rows of a micro-batch that do not run out of memory
     micro_batch_size: int | None = None
-    kill_at: int = 0
+    kill_at: int = 0  # step after which the process is killed; 0 for never
 
     def train(self) -> None:
         """Train to the end, from what is saved in the folder."""
         self.folder.mkdir(exist_ok=True)
-        weights = PROGRAMS[self.driver](self)
-        torch.save(weights, self.folder / "weights.pt")
-
-    def options(self) -> dict[str, Any]:
-        """Return the arguments that choose the batch."""
-        return CASES[self.case].batches()
+        batches, _ = CASES[self.case]
+        torch.save(PROGRAMS[self.driver](self, batches()), self.folder / "weights.pt")
 
     def note(self, step: int, **figures: Any) -> None:
         """Record a step, and end the process as a kill does where that is asked for."""
@@ -260,10 +223,6 @@ class Program:
             random.setstate(of_python)
             np.random.set_state(of_numpy)
 
-    def num_lines(self) -> int:
-        """Return the number of steps that were done, some of them again."""
-        return len((self.folder / "steps.jsonl").read_text().splitlines())
-
     def trajectory(self) -> Trajectory:
         """Read the record; a step that was done again must be the same again."""
         with (self.folder / "steps.jsonl").open() as file:
@@ -277,7 +236,7 @@ class Program:
         return Trajectory(found, torch.load(self.folder / "weights.pt"), problems)
 
 
-def _train_script(program: Program) -> dict[str, torch.Tensor]:
+def _train_script(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """A script of one's own, with AdaptiveStep, AdaptiveBatches and AdaptiveRate."""
     model = Decoder(draws=program.draws)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -289,7 +248,7 @@ def _train_script(program: Program) -> dict[str, torch.Tensor]:
         return float(loss.detach())
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=program.micro_batch_size)
-    batches = AdaptiveBatches(ROWS, BATCH_SIZE, **program.options())
+    batches = AdaptiveBatches(ROWS, BATCH_SIZE, **options)
     schedule = LambdaLR(optimizer, lambda number: 0.97**number)
     rate = AdaptiveRate(optimizer, schedule, lr_scaling="sqrt", reference_batch_size=BATCH_SIZE)
     parts = {"model": model, "optimizer": optimizer, "batches": batches, "rate": rate, "step": step}
@@ -308,7 +267,7 @@ def _train_script(program: Program) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def _train_loop(program: Program) -> dict[str, torch.Tensor]:
+def _train_loop(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """AdaptiveLoop."""
     model = Decoder(draws=program.draws)
     one = training(
@@ -318,7 +277,7 @@ def _train_loop(program: Program) -> dict[str, torch.Tensor]:
         lr_scaling="sqrt",
         max_grad_norm=0.5,
         schedule=lambda number: 0.97**number,
-        **program.options(),
+        **options,
     )
     parts = {"model": model, "optimizer": one.optimizer, "loop": one.loop}
     program.load(parts)
@@ -335,7 +294,7 @@ def _train_loop(program: Program) -> dict[str, torch.Tensor]:
     return dict(model.state_dict())
 
 
-def _train_with_trainer(program: Program) -> dict[str, torch.Tensor]:
+def _train_with_trainer(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """AdaptiveTrainer, with its own checkpoints."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
@@ -374,7 +333,6 @@ def _train_with_trainer(program: Program) -> dict[str, torch.Tensor]:
         disable_tqdm=True,
         use_cpu=True,
     )
-    options = program.options()
     if options:
         options["lr_scaling"] = "sqrt"
     adaptive = AdaptiveArguments(micro_batch_size=program.micro_batch_size, **options)
@@ -382,7 +340,7 @@ def _train_with_trainer(program: Program) -> dict[str, torch.Tensor]:
         model,
         arguments,
         train_dataset=[{"input_ids": row["tokens"]} for row in ROWS],
-        data_collator=pad_rows,
+        data_collator=collate_features,
         callbacks=[Noting()],
         adaptive=adaptive,
     )
@@ -409,7 +367,8 @@ def _compare_programs(driver: str, case: str, disturbance: str, folder: Path) ->
     whole.train()
     found, expected = disturbed.trajectory(), whole.trajectory()
     if disturbance == "kill":
-        assert disturbed.num_lines() == len(found.steps) + KILLED_AT - LAST_SAVE
+        lines = (disturbed.folder / "steps.jsonl").read_text().splitlines()
+        assert len(lines) == len(found.steps) + KILLED_AT - LAST_SAVE
     if disturbance != "split":
         return found.differences(expected)
     assert found.most("parts") > expected.most("parts")
@@ -424,15 +383,11 @@ SGD = (
     "optimizer.lr=0.1",
     "optimizer.fused=False",
 )
-KILLS = (
-    "metric_logger._component_=support.stops.AskingToEnd",
-    f"metric_logger.by={int(signal.SIGKILL)}",
-    f"metric_logger.at_step={KILLED_AT}",
-)
+KILLS = asks_at_step(KILLED_AT, by=signal.SIGKILL)
 WATCHED = ("model._component_=support.components.watched",)
 
 
-def compare_recipes(
+def _compare_recipes(
     setup: SmallSetup, ranks: int, overrides: tuple[str, ...], disturbance: str
 ) -> list[str]:
     """Run a recipe with a disturbance and without; see :func:`same_trajectory`."""

@@ -25,23 +25,13 @@ def right() -> None:
         if found != expected:
             raise AssertionError(f"rank {rank}: {what} gave {found}, not {expected}")
 
-    for dtype in (
-        torch.int64,
-        torch.int32,
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-    ):
-        values = on_device(rank, 1, dtype=dtype)
+    for name in ("int64", "int32", "float64", "float32", "float16", "bfloat16"):
+        values = on_device(rank, 1, dtype=getattr(torch, name))
         dist.all_reduce(values)
-        check(f"a sum of {dtype}", values.tolist(), [sum(ranks), size])
-    for reduction, expected in (
-        ("MAX", size),
-        ("MIN", 1),
-        ("PRODUCT", size * (size - 1) // (size - 2 or 1)),
-        ("AVG", (size + 1) / 2),
-    ):
+        check(f"a sum of {name}", values.tolist(), [sum(ranks), size])
+    product = size * (size - 1) // (size - 2 or 1)
+    expected_of = {"MAX": size, "MIN": 1, "PRODUCT": product, "AVG": (size + 1) / 2}
+    for reduction, expected in expected_of.items():
         values = on_device(rank + 1)
         dist.all_reduce(values, op=getattr(dist.ReduceOp, reduction))
         check(reduction, values.tolist(), [expected])

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 import torch
-from torchtune.training.metric_logging import DiskLogger
+from support.stops import ActingLogger
 
 
 def library() -> ctypes.CDLL | None:
@@ -32,54 +32,25 @@ def leave(nbytes: int) -> None:
     )
 
 
-class Squeezing(DiskLogger):
+class Squeezing(ActingLogger):
     """A log after one of whose steps another program takes memory of the device. Of several ranks,
-    the first has a log.
-
-    Args:
-        after_step: which.
-        share: what is left to this process, of what training had above what it holds between steps.
+    the first has a log. This process keeps a `share` of what training had above what it holds
+    between steps.
     """
 
-    def __init__(self, log_dir: str, filename: str, after_step: int, share: float) -> None:
-        super().__init__(log_dir, filename)
-        self.after_step, self.share = after_step, share
-
-    def log_dict(self, payload: dict[str, Any], step: int) -> None:
-        super().log_dict(payload, step)
-        if step == self.after_step and "loss" in payload:
+    def act(self, step: int) -> None:
+        if step == self.after_step:
             torch.cuda.empty_cache()
             held, peak = torch.cuda.memory_reserved(), torch.cuda.max_memory_reserved()
             leave(held + int(self.share * (peak - held)))
 
 
-KINDS = ("skewed", "very skewed", "bimodal", "one long row in 250", "equal")
-
-
-def skewed_rows(
-    tokenizer: object,
-    *,
-    number: int,
-    longest: int,
-    kind: str = "skewed",
-    seed: int = 7,
-    source: str = "",
-    packed: bool = False,
-) -> list[dict[str, Any]]:
-    """A dataset of rows whose lengths vary, a few of them as long as any may be; `kind` is one of
-    KINDS.
-    """
-    draw = random.Random(seed)
-
-    def drawn() -> float:
-        if kind == "equal":
-            return longest / 2
-        if kind == "bimodal":
-            return draw.gauss(longest / 10 if draw.random() < 0.8 else 0.7 * longest, longest / 50)
-        if kind == "one long row in 250":
-            return longest if draw.random() < 1 / 250 else draw.gauss(longest / 10, longest / 50)
-        spread = 0.8 if kind == "skewed" else 1.2
-        return draw.lognormvariate(0, spread) * longest / 8
-
-    lengths = [min(longest, max(8, round(drawn()))) for _ in range(number)]
-    return [{"tokens": [1] * length, "labels": [1] * length} for length in lengths]
+def bimodal_rows(tokenizer: object, *, number: int, longest: int, **_: Any) -> list[dict[str, Any]]:
+    """A dataset whose lengths are around a tenth of the longest, or around 7 tenths for a fifth."""
+    draw = random.Random(7)
+    rows = []
+    for _ in range(number):
+        mean = longest / 10 if draw.random() < 0.8 else 0.7 * longest
+        length = min(longest, max(8, round(draw.gauss(mean, longest / 50))))
+        rows.append({"tokens": [1] * length, "labels": [1] * length})
+    return rows

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.processes import run_on_ranks
-from support.sharded_model import bits
+from support.same_state import bits
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

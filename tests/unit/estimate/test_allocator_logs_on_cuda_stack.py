@@ -10,11 +10,12 @@ import gc
 
 import pytest
 import torch
-from support.step_logs import estimated, on_cuda, on_ranks, peak_bytes, read
+from support.step_logs import STEPS, made_up_rows, on_cuda, on_ranks, peak_bytes, read
 
 from adaptive_batch import distributed
-from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
+from adaptive_batch.estimate import AllocatorSettings, CachingAllocator, CudaKernels, FakeDevice
 from adaptive_batch.estimate.compiled_parts import MARGIN
+from adaptive_batch.torchtune.estimates import FakeRun
 
 pytestmark = [
     pytest.mark.cuda_stack,
@@ -57,6 +58,15 @@ LOGS = {
     "QLoRA": ("llama3_2_1B", 2, 512, 1, QLORA),
 }
 LONG = {"QLoRA"}
+
+
+def estimated(cfg, rows, tokens, *, micro_batches=1):
+    """Return the log of a run on fake tensors of the device that PyTorch uses."""
+    device = FakeDevice(CudaKernels(torch.cuda.get_device_capability()))
+    run = FakeRun(cfg, device, reads_data=False)
+    step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
+    step.trace(rows)
+    return step.log(rows, num_steps=STEPS, micro_batches=micro_batches)
 
 
 def assert_reserves_alike(expected, got, *, rel):

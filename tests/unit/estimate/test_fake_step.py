@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
-from support.fake_steps import OPTIMIZERS, Decoder, fake_step, made, run, stepped
+from support.fake_steps import OPTIMIZERS, Decoder, fake_step, step_arguments
 from torch._subclasses.fake_tensor import FakeTensor
 
 from adaptive_batch.estimate import DevicesAsHost, FakeDevice
@@ -22,18 +20,10 @@ from adaptive_batch.probe import DryRun
 PLENTY = 2**40
 
 
-def rehearsal(optimizer="AdamW fused", *, in_backward=False, accumulates=False, **options):
-    model = Decoder(**options)
-    taking = made(model, optimizer, in_backward)
-    return DryRun(
-        model=model,
-        optimizer=taking,
-        forward_backward=partial(run, model, lambda batch: None),
-        step=lambda: stepped(model, taking),
-        accumulates=accumulates,
-        memory=device_memory(torch.device("cpu")),
-        budget_bytes=PLENTY,
-    )
+def rehearsal(*, checkpointing=False, **how):
+    arguments = step_arguments(Decoder(checkpointing=checkpointing), None, **how)
+    memory = device_memory(torch.device("cpu"))
+    return DryRun(memory=memory, budget_bytes=PLENTY, **arguments)
 
 
 CASES = [

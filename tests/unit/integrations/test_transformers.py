@@ -10,7 +10,7 @@ from math import gcd
 import numpy as np
 import pytest
 import torch
-from support.padded_rows import collate
+from support.loops import collate_features as collate
 from torch import nn
 from torchmetrics import SumMetric
 from transformers import (

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fakes import IdealDevice
 from support.processes import run_on_ranks
 
 from adaptive_batch import distributed
@@ -27,6 +26,21 @@ from adaptive_batch.probe import (
 
 BUDGET = 16 * GIB
 MAXIMUM = 256
+
+
+class IdealDevice:
+    """A size fits exactly when its peak, a known function of the rows, is within the budget."""
+
+    def __init__(self, peak, *, budget_bytes, optimizer_peak_bytes=None):
+        self.peak, self.budget_bytes = peak, budget_bytes
+        self.optimizer_peak_bytes = optimizer_peak_bytes
+        self.tried = []
+
+    def __call__(self, rows: int) -> Trial:
+        self.tried.append(rows)
+        if self.peak(rows) > self.budget_bytes:
+            return Trial(rows, fits=False)
+        return Trial(rows, True, self.peak(rows), self.optimizer_peak_bytes)
 
 
 def linear(true_maximum: int) -> IdealDevice:

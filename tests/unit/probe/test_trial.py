@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from support.fakes import FakeBackend
+from support.fault_injection import OutOfMemoryMode
 from support.training_cases import (
     CPU,
     LENGTH,
@@ -20,13 +21,11 @@ from support.training_cases import (
     Case,
     Mishap,
     Training,
-    cases_with_adapters,
-    cases_with_tasks,
+    cases,
     differences,
     traces,
 )
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.memory import GIB, optimizer_state_tensors
@@ -45,7 +44,7 @@ SHORT_FORM = [
     for index, optimizer in enumerate(OPTIMIZERS)
     for in_backward in (False, True)
 ]
-SHORT_FORM += [*cases_with_adapters()[::37], *cases_with_tasks()[::37]]
+SHORT_FORM += [*cases("adapters")[::37], *cases("tasks")[::37]]
 
 
 @pytest.mark.slow
@@ -108,20 +107,6 @@ def test_the_peak_of_a_trial_is_that_of_training(name, checkpointing, micro_batc
     assert predicted[40].peak_bytes > predicted[7].peak_bytes > trial.resident_bytes
 
 
-class RunsOutAt(TorchDispatchMode):
-    """Runs out of memory at one operation."""
-
-    def __init__(self, operation):
-        super().__init__()
-        self.left = operation
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.left -= 1
-        if self.left == 0:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 def test_a_trial_that_runs_out_at_any_operation_frees_its_memory(checkpointing):
@@ -134,7 +119,7 @@ def test_a_trial_that_runs_out_at_any_operation_frees_its_memory(checkpointing):
         )
 
     def forward_backward(rows):
-        with RunsOutAt(at):
+        with OutOfMemoryMode(at):
             training.forward_backward(rows)
 
     with training.rehearsal(forward_backward=forward_backward) as trial:

@@ -4,6 +4,7 @@ import base64
 import html
 import io
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -11,20 +12,132 @@ import sys
 import textwrap
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import pytest
 from PIL import Image
-from support.run_records import NASTY, PROBE, SEARCH, Records, full_records
 from support.targets import counted
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.estimate import Change, LengthEstimate, MemoryEstimate, Target
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
+from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.report import read_records, write_estimate_picture, write_report
 from adaptive_batch.report.page import run_facts
 from adaptive_batch.report.picture import RunData, run_panels
 from adaptive_batch.report.run_log import last_run
+
+NASTY = "<script>alert(\"x\")</script> & <b>bold</b> 'quoted'"
+SEARCH = ProbeResult(
+    max_batch_size=24,
+    batch_size=16,
+    trials=(
+        Trial(1, True, 2 * GIB, GIB),
+        Trial(32, False),
+        Trial(24, True, 13 * GIB, GIB),
+        Trial(16, True, 9 * GIB, GIB),
+    ),
+    seconds=(0.1, 0.2, 0.3, 0.2),
+    sequence_length=512,
+    resident_bytes=GIB,
+    budget_bytes=14 * GIB,
+)
+PROBE = {"format": 1, "fingerprint": "0", **SEARCH.record(), "earlier": []}
+
+
+class Records:
+    """The lines of a made-up ``run.jsonl`` whose clock goes half a second with each of them."""
+
+    def __init__(self):
+        self.lines = []
+        self.time = 1_790_000_000.0
+        self.samples = {0: 0}
+
+    def add(self, kind, **values):
+        self.time += 0.5
+        self.lines.append(json.dumps({"kind": kind, "time": self.time, **values}))
+
+    def start(self, *, after=0, resumed=False):
+        self.add(
+            "start",
+            message="going on" if resumed else "starting",
+            resumed=resumed,
+            rows=4096,
+            progress={"epoch": 0, "steps": after},
+        )
+
+    def step(self, number, *, rows=16, **values):
+        self.samples[number] = self.samples[number - 1] + rows
+        shared = {
+            "loss": 2 + 5 * math.exp(-number / 200) + 0.3 * math.sin(number * 1.7),
+            "lr": 1e-3,
+            "tokens_per_second_per_gpu": 5000 + 800 * math.sin(number),
+            "batch_size": rows,
+            "micro_batches": 1,
+            "padding_fraction": 0.3 + 0.1 * math.sin(number * 2.3),
+            "samples_seen": self.samples[number],
+            "tokens_seen": 90 * self.samples[number],
+            "oom_count": 0,
+        }
+        self.add(
+            "step", step=number, epoch=0, position=self.samples[number], **{**shared, **values}
+        )
+
+    def write(self, output_dir: Path, *, probe=None) -> Path:
+        folder = output_dir / "adaptive_batch"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "run.jsonl").write_text("".join(line + "\n" for line in self.lines))
+        if probe is not None:
+            (folder / "probe.json").write_text(json.dumps(probe))
+        return output_dir
+
+
+def full_records(num_steps: int = 600) -> Records:
+    """Growth, an out-of-memory error, validation, saving, pre-emption and a restart that takes a
+    tenth of the run back.
+    """
+    records, grow, fail, stop = Records(), num_steps // 3, num_steps // 2, 4 * num_steps // 5
+    again = stop - num_steps // 10
+    records.start()
+    table = "probe of the largest batch:\n rows  fits\n   24   yes"
+    records.add("bound", message=table, max_batch_size=24)
+    records.add("no_effect", message=f"a key has no effect: {NASTY}")
+
+    def run(first, last):
+        for number in range(first, last + 1):
+            if number == grow + 1:
+                records.add("batch_size", message="batch_size 16 -> 64", before=16, after=64)
+            if number == fail + 1:
+                message = "out of memory with 16 rows of 512 tokens at once"
+                records.add("limit", message=message, before=16, after=8, out_of_memory=True)
+            rows = 16 if number <= grow else 64
+            values = {
+                "micro_batches": rows // (16 if number <= fail else 8),
+                "oom_count": int(number > fail),
+                "lr": 1e-3 * min(1, number / 50) * (1 - number / num_steps / 2),
+                "peak_memory_reserved": 13.5,
+                "peak_memory_active": 11.0 + rows / 64,
+                "peak_memory_alloc": 11.2 + rows / 64,
+            }
+            if number > 20:
+                values["gradient_noise_scale"] = 8 + number / 10
+            if number % 4 == 0:
+                values["loss_per_full_batch"] = 2 + 5 * math.exp(-number / 200)
+            records.step(number, rows=rows, **values)
+            if number % (num_steps // 6) == 0:
+                message, val_loss = f"step {number}: val_loss", 2.4 + 40 / number
+                records.add("validation", message=message, steps=number, val_loss=val_loss)
+            if number == again:
+                records.add("resume_point", message=f"step {number} saved", step=number)
+
+    run(1, stop)
+    records.add("preempted", message="asked to stop")
+    records.time += 36_000
+    records.start(after=again, resumed=True)
+    run(again + 1, num_steps)
+    records.add("checkpoint", message="epoch 0 saved", epoch=0, steps=num_steps)
+    return records
 
 
 def run_of(records: Records):

@@ -137,9 +137,8 @@ def test_a_resumed_scale_is_bit_identical(norms, cut, decay):
 @pytest.mark.parametrize("kind", ["padded", "packed"])
 @pytest.mark.parametrize("true", [16.0, pytest.param(4.0, marks=pytest.mark.nightly)])
 def test_rows_of_unequal_length_give_the_closed_form_within_a_tenth(true, kind):
-    problem = TokenMeans(noise_scale=true, seed=1)
-    sampler = problem.sampler(MicroBatchLimit(8), kind)
+    problem = TokenMeans(MicroBatchLimit(8), kind, noise_scale=true, seed=1)
     scale = NoiseScale(decay=0.998)
     for _ in range(400):
-        scale.update(sampler(problem.rows(32)))
+        scale.update(problem.sample(32))
     assert scale.value == pytest.approx(true, rel=0.1)

@@ -15,8 +15,6 @@ from support.exact_tasks import (
     LORA,
     RATIO,
     Wired,
-    check_bounds,
-    check_that_halves_are_run,
     config_of_distillation,
     config_of_pairs,
     distilling,
@@ -29,11 +27,13 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.fault_injection import RunsOutAt
+from support.same_state import assert_same, bits
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
+from adaptive_batch.probe import DryRun, Predictive, run_search
 from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
 
@@ -70,7 +70,26 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("job_on", "rows"), [(job_on_pairs, pairs(8)), (distilling, rows_of(8))])
 def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(job_on, rows, kind):
-    check_that_halves_are_run(partial(job_on, kind, rows), rows)
+    expected = job_on(kind, rows, limit=MicroBatchLimit(4))
+    result = expected.run(rows)
+    failures = 0
+    for operation in range(1, 2000, 47):
+        mode = RunsOutAt(operation)
+        faulted = job_on(kind, rows, limit=MicroBatchLimit(8))
+        with mode:
+            after = faulted.run(rows)
+        if not mode.failed_in:
+            break
+        failures += 1
+        assert (after.loss, after.metrics) == (result.loss, result.metrics)
+        assert_same(faulted.gradients(), expected.gradients())
+        assert_adapters_are_on(faulted)
+    assert failures > 4
+
+
+def assert_adapters_are_on(wired):
+    adapters = [part for part in wired.model.modules() if hasattr(part, "disabled")]
+    assert not any(part.disabled for part in adapters)
 
 
 LONGEST_ROW = max(rows_of(9), key=lambda row: len(row["tokens"]))
@@ -87,7 +106,35 @@ LONGEST_ROW = max(rows_of(9), key=lambda row: len(row["tokens"]))
 )
 def test_the_bound_is_that_of_brute_force(job_on, row, layout, sizes, kind):
     wired = job_on(kind, [row], layout=layout, limit=MicroBatchLimit(1))
-    check_bounds(wired, row, sizes)
+    before = bits(wired.trainer.models.state_dict())
+    runner = wired.trainer.engine
+    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
+
+    def dry_run(budget_bytes):
+        return DryRun(
+            model=wired.model,
+            optimizer=optimizer,
+            forward_backward=lambda rows: runner.try_rows([row] * rows),
+            step=optimizer.step,
+            accumulates=False,
+            memory=runner.memory,
+            budget_bytes=budget_bytes,
+            row="one row",
+            frozen_modules=wired.trainer.tried().frozen_modules,
+        )
+
+    with dry_run(2**40) as trial:
+        peaks = [trial(size).peak_bytes for size in range(1, max(sizes) + 2)]
+    assert peaks == sorted(set(peaks))
+    for size in sizes:
+        # Holds so many rows and not one more.
+        budget = (peaks[size - 1] + peaks[size]) // 2
+        with dry_run(budget) as trial:
+            resident = trial.resident_bytes
+            search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
+            result = run_search(trial, search=search, resident_bytes=resident)
+        assert result.max_batch_size == size
+    assert bits(wired.trainer.models.state_dict()) == before
 
 
 def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
@@ -188,8 +235,7 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
         assert faulted.trainer.engine.sizer.limit() == MicroBatchLimit(4)
         assert after.loss == pytest.approx(result.loss, rel=EXACT)
         assert largest_difference(expected.gradients(), faulted.gradients()) < EXACT
-        adapters = [part for part in faulted.model.modules() if hasattr(part, "disabled")]
-        assert not any(part.disabled for part in adapters)
+        assert_adapters_are_on(faulted)
     assert failures > 4
 
 

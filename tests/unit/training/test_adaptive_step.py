@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import seed_all
 from support.losses import CASES, Batch, Page, taken_gradients, whole_gradients_of
-from support.sharded_model import Decoder, bits, collate, make_rows, relative_error, training_state
+from support.same_state import bits, seed_all
+from support.sharded_model import Decoder, collate, make_rows, relative_error, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
@@ -560,7 +560,7 @@ ROW_LENGTHS = [5, 9, 4, 8, 7, 12, 6]
 
 @pytest.fixture
 def page() -> Page:
-    return Page.of_decoder()
+    return Page()
 
 
 def random_split(generator: random.Random, lengths: list[int], *, has_lengths: bool) -> Any:
@@ -582,10 +582,7 @@ def test_any_split_has_the_gradient_of_the_whole_batch(page, name, seed):
     batch = case.batch(page, lengths, seed=seed)
     expected, whole_loss = whole_gradients_of(page, case.whole, batch)
     split = random_split(generator, lengths, has_lengths=not case.makes_pairs)
-    step = AdaptiveStep(
-        page.model, case.forward_backward(page), **case.step_arguments(page), **split
-    )
-    losses = step(batch)
+    losses = case.step(page, **split)(batch)
     assert sum(losses).item() == pytest.approx(whole_loss, rel=EXACT)
     assert relative_error(taken_gradients(page.model), expected) <= EXACT
 
@@ -611,7 +608,7 @@ def test_memory_that_runs_out_in_either_pass_leaves_the_step_of_a_run_at_that_sp
     ends = []
     for fails in (False, True):
         seed_all()
-        page = Page.of_decoder(draws=True)
+        page = Page(draws=True)
         batch = page.batch(ROW_LENGTHS)
         arguments: dict[str, Any] = {"num_labels": page.completion_tokens}
         loss = page.distill

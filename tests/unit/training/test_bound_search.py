@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.fakes import CachingMemory
 from support.sharded_model import Decoder, collate, make_rows, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -105,18 +104,20 @@ def search_on(memory, has_order, headroom):
 
 
 @pytest.mark.parametrize(
-    ("memory", "has_order", "segments", "headroom", "left_free"),
+    ("granularity_bytes", "has_order", "segments", "headroom", "left_free"),
     [
-        (CachingMemory(), True, "expandable_segments:True", "auto", 0.01),
-        (CachingMemory(), True, "expandable_segments:False", "auto", 0.05),
-        (CachingMemory(), False, "expandable_segments:True", "auto", 0.05),
-        (CachingMemory(), True, "expandable_segments:True", 0.2, 0.2),
-        (CountedMemory(torch.device("cpu")), True, "expandable_segments:True", "auto", 0.05),
+        (2 * 2**20, True, "expandable_segments:True", "auto", 0.01),
+        (2 * 2**20, True, "expandable_segments:False", "auto", 0.05),
+        (2 * 2**20, False, "expandable_segments:True", "auto", 0.05),
+        (2 * 2**20, True, "expandable_segments:True", 0.2, 0.2),
+        (1, True, "expandable_segments:True", "auto", 0.05),
     ],
 )
 def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
-    monkeypatch, memory, has_order, segments, headroom, left_free
+    monkeypatch, granularity_bytes, has_order, segments, headroom, left_free
 ):
+    memory = CountedMemory(torch.device("cpu"))
+    memory.granularity_bytes = granularity_bytes
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", segments)
     monkeypatch.setattr(sys, "platform", "linux")
     search = search_on(memory, has_order, headroom)

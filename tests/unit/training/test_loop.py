@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.loops import RATE, ROWS, RunsOut, classes, of_ranks, sizes, train, training
+from support.loops import RATE, ROWS, RunsOut, of_ranks, sizes, train, training
 from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from adaptive_batch.errors import GrowthFunctionError, NonfiniteLossError, SettingError
 from adaptive_batch.report import RunLog, audit, read_records, write_report
@@ -213,10 +214,14 @@ def test_an_optimizer_with_tensors_outside_of_the_model_is_refused() -> None:
 
 
 def test_parameters_without_an_optimizer_are_named_and_their_gradients_refused(caplog) -> None:
-    options, rows = classes()
+    rows = [(torch.randn(5), number % 3) for number in range(32)]
     net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
-    options["mean_loss"] = lambda batch: cross_entropy(net(batch[0]), batch[1])
     head = torch.optim.SGD(net[2].parameters(), lr=RATE)
+    options = {
+        "collate": default_collate,
+        "mean_loss": lambda batch: cross_entropy(net(batch[0]), batch[1]),
+        "num_labels": lambda batch: len(batch[1]),
+    }
     loop = AdaptiveLoop(net, head, rows, row_length=1, batch_size=8, **options)
     (record,) = caplog.records
     left_out = "the optimizer leaves out 4 parameters (0.weight, 0.bias, 1.weight and 1 more)"

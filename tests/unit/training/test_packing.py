@@ -11,15 +11,11 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.packed_models import (
     IGNORED,
-    SHAPE,
     VOCABULARY,
-    checkpointed,
     loss_of,
-    padded,
-    random_rows,
-    torchtune_model,
     transformers_model,
 )
+from support.sharded_model import padded
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -27,9 +23,43 @@ from torchtune.models.gemma2 import gemma2
 from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
+from torchtune.training import set_activation_checkpointing
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
 
 from adaptive_batch.training import isolated_rows, pack_rows, why_not_packed
+
+SHAPE = {
+    "vocab_size": VOCABULARY,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "embed_dim": 32,
+    "intermediate_dim": 48,
+    "max_seq_len": 256,
+}
+
+
+def random_rows(lengths, *, name="tokens", seed=0):
+    """Rows whose first third has no labels, as lists and tensors in turn."""
+    generator, rows = torch.Generator().manual_seed(seed), []
+    for length in lengths:
+        tokens = torch.randint(VOCABULARY, (length,), generator=generator)
+        labels = tokens.clone()
+        labels[: length // 3] = IGNORED
+        row = {name: tokens, "labels": labels}
+        rows.append(row if len(rows) % 2 else {key: value.tolist() for key, value in row.items()})
+    return rows
+
+
+def torchtune_model(build, *, checkpointing=False):
+    torch.manual_seed(0)
+    model = build(**SHAPE).double()
+    # Chunks are of the model's dtype, and logits in one are rounded to float32.
+    model.set_num_output_chunks(2)
+    if checkpointing:
+        set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
+    return model
+
 
 MODELS = {
     "llama3_2": lambda: torchtune_model(llama3_2),
@@ -37,7 +67,7 @@ MODELS = {
     "qwen2": lambda: torchtune_model(qwen2),
     "qwen2, checkpointing": lambda: torchtune_model(qwen2, checkpointing=True),
     "transformers": transformers_model,
-    "transformers, checkpointing": lambda: checkpointed(transformers_model()),
+    "transformers, checkpointing": lambda: transformers_model(checkpointing=True),
 }
 
 
@@ -69,7 +99,7 @@ def test_packed_rows_leave_the_loss_and_gradients_of_padded_ones(name):
     model, lengths = MODELS[name](), [9, 30, 1, 17, 2]
     ids = "input_ids" if name.startswith("transformers") else "tokens"
     rows = random_rows(lengths, name=ids)
-    loss, gradients = loss_and_gradients(model, padded(rows, name=ids))
+    loss, gradients = loss_and_gradients(model, padded(rows, **{ids: 0}, labels=IGNORED))
     packed, of_packed = loss_and_gradients(model, pack_rows(rows, ignore_index=IGNORED), lengths)
     torch.testing.assert_close(packed, loss, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(of_packed, gradients, rtol=1e-12, atol=1e-12)
@@ -254,7 +284,7 @@ def test_rows_beside_each_other_are_not_taken_for_packed_ones_nor_the_reverse():
     model = torchtune_model(llama3_2)
     lengths = [20, 20]
     rows = random_rows(lengths)
-    batch = padded(rows)
+    batch = padded(rows, tokens=0, labels=IGNORED)
     expected = loss_of(model, dict(batch)).detach()
     compile_layers(model)
     for _ in range(2):
@@ -380,7 +410,7 @@ def reason(model, *, name="tokens", longest_row=40, loss=None, changes=lambda ro
 
     def collate(rows, length):
         assert {len(row[name]) for row in rows} == {length}
-        return padded([changes(row) for row in rows], name=name)
+        return padded([changes(row) for row in rows], **{name: 0}, labels=IGNORED)
 
     return why_not_packed(
         model,

@@ -8,9 +8,8 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.fault_injection import Decoder, mean_loss
 from support.runners import HeldSizer, build_runner
-from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Layer, collate
+from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Decoder, Layer, collate, token_losses
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, split_by_rows
@@ -38,7 +37,7 @@ def model():
 
 def runner(net, limit, **settings):
     return build_runner(
-        net, limit, collate=collate, mean_loss=lambda batch: mean_loss(net, batch), **settings
+        net, limit, collate=collate, mean_loss=lambda batch: token_losses(net, batch), **settings
     )
 
 
@@ -102,7 +101,7 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in batch]
     for one, count in zip(batch, counts, strict=True):
         if count:
-            (mean_loss(net, collate([one])) * count / sum(counts)).backward()
+            (token_losses(net, collate([one])) * count / sum(counts)).backward()
     result, found = gradients(batch, capacity)
     assert int(result.num_labels) == sum(counts)
     assert relative_error(found, [parameter.grad for parameter in net.parameters()]) <= 1e-7
@@ -227,7 +226,7 @@ class Validated:
 
     def __init__(self, capacity=FOUR, **settings):
         torch.manual_seed(0)
-        self.model = Decoder(checkpointing=False).double()
+        self.model = Decoder(draws=True)
         self.model.layers[0].norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []
         self.too_large = lambda tokens: False
@@ -247,7 +246,7 @@ class Validated:
         self.shapes_run.append(tuple(batch["tokens"].shape))
         if self.too_large(batch["tokens"]):
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        loss = mean_loss(self.model, batch)
+        loss = token_losses(self.model, batch)
         assert not loss.requires_grad
         return loss
 
@@ -261,7 +260,7 @@ def mean_of_label_tokens(model, batch):
     counts = [sum(label != IGNORED for label in one["labels"][1:]) for one in batch]
     with torch.no_grad():
         sums = [
-            float(mean_loss(model, collate([one]))) * count
+            float(token_losses(model, collate([one]))) * count
             for one, count in zip(batch, counts, strict=True)
             if count
         ]

@@ -11,15 +11,40 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.loops import ROWS, of_ranks, peak_by_hand, train, training
-from support.packed_models import loss_of, padded, transformers_model
-from support.sharded_model import Decoder, collate, relative_error, training_state, whole_parameters
+from support.loops import ROWS, of_ranks, train, training
+from support.packed_models import loss_of, transformers_model
+from support.sharded_model import (
+    IGNORED,
+    Decoder,
+    collate,
+    padded,
+    relative_error,
+    token_losses,
+    training_state,
+    whole_parameters,
+)
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training.split_check import SplitCheck
+
+
+def peak_by_hand(one: SimpleNamespace, size: int) -> int:
+    """Return the peak of forward and backward of the longest rows in plain torch, with the
+    optimizer's state in memory.
+    """
+    longest = sorted(ROWS, key=lambda row: -len(row["tokens"]))[:size]
+    one.optimizer.zero_grad()
+    state = [value for state in one.optimizer.state.values() for value in state.values()]
+    resident = [*one.model.parameters(), *one.model.buffers(), *state]
+    with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
+        batch = collate(longest)
+        count = (batch["labels"][:, 1:] != -100).sum()
+        (token_losses(one.model, batch, "mean") * count).backward()
+    one.optimizer.zero_grad()
+    return usage.peak_bytes
 
 
 @pytest.mark.parametrize("begun_by", ["a larger batch", "a bound that is loaded", "ranks"])
@@ -137,7 +162,7 @@ def llama(**options: Any) -> SimpleNamespace:
         "rows": [
             {"row": row["row"], "input_ids": row["tokens"], "labels": row["labels"]} for row in ROWS
         ],
-        "collate": partial(padded, name="input_ids"),
+        "collate": partial(padded, input_ids=0, labels=IGNORED),
         "mean_loss": mean_loss,
         "optimizer": torch.optim.SGD,
         "batch_size": 8,

@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fault_injection import collate
 from support.runners import build_runner, report_of
+from support.sharded_model import collate
 from support.training_cases import CPU
 from torch import nn
 

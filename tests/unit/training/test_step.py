@@ -7,18 +7,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from support.fault_injection import (
-    PHASES,
-    Decoder,
-    Way,
-    collate,
-    differences,
-    mean_loss,
-    step_rows,
-    sweep,
-    train,
-)
+from support.fault_injection import PHASES, Way, step_rows, sweep, train
 from support.runners import build_runner
+from support.sharded_model import Decoder, collate, token_losses
+from support.training_cases import differences
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
@@ -51,11 +43,12 @@ def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
 def test_the_comparison_sees_another_step_and_another_limit():
     """Else the fact above could not fail."""
     way = Way("rows", checkpointing=False)
-    trained = train(way)
-    assert differences(trained, train(way)) == []
-    assert differences(trained, train(way, steps=2)) == [*trained.state, "steps", "run_rows"]
-    other = train(way, capacities=[MicroBatchLimit(2)] * 3)
-    assert set(differences(trained, other)) >= {"model", "optimizer", "python", "numpy", "steps"}
+    trained = train(way).state
+    assert differences(trained, train(way).state) == []
+    seen = {"parameter embed.weight", "buffer seen", "state 0", "torch", "python", "numpy", "steps"}
+    assert {*seen, "rows"} <= set(differences(trained, train(way, steps=2).state))
+    other = train(way, limits=[MicroBatchLimit(2)] * 3).state
+    assert seen - {"buffer seen", "torch"} <= set(differences(trained, other))
 
 
 FOUR = MicroBatchLimit(4)
@@ -65,9 +58,8 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
 class Step:
     """One small model and its runner, which runs out where the test says."""
 
-    def __init__(self, *, checkpointing=False, capacity=FOUR, **settings):
-        torch.manual_seed(0)
-        self.model = Decoder(checkpointing=checkpointing)
+    def __init__(self, *, capacity=FOUR, **settings):
+        self.model = Decoder()
         self.too_large = lambda tokens: False
         self.shapes_run = []
         self.changes = []
@@ -80,7 +72,7 @@ class Step:
         self.shapes_run.append(tuple(batch["tokens"].shape))
         if self.too_large(batch["tokens"]):
             raise torch.OutOfMemoryError(SAID)
-        return mean_loss(self.model, batch)
+        return token_losses(self.model, batch)
 
     def gradients(self):
         return [parameter.grad for parameter in self.model.parameters()]
