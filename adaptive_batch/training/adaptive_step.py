@@ -310,7 +310,8 @@ class LabelShares(Weighting[list[Any]]):
         # After an OOM here, this rank runs only the collectives, like a rank without rows.
         batches = step.runner.prepare(make_batches) or []
         if plan.number == 1 and not step.counts_over_ranks:
-            self._parts = [Part(batch, rows.num_rows) for batch in batches] or [None]
+            all_rows = range(rows.num_rows)
+            self._parts = [Part(batch, len(all_rows), rows=all_rows) for batch in batches] or [None]
         else:
             kept_columns = step.check.keeps_columns
             self._parts = self._parts_with_shares(plan, batches)
@@ -349,7 +350,8 @@ class LabelShares(Weighting[list[Any]]):
         with_labels = [number for number, count in enumerate(counts) if count]
         parts: list[Part | None] = [None] * plan.number
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
-            part = Part(batch, len(own[number].rows))
+            rows = own[number].rows
+            part = Part(batch, len(rows), rows=rows)
             if len(own) > 1 or step.counts_over_ranks:
                 part = part._replace(
                     share=count / total if count else 0.0,

@@ -51,6 +51,9 @@ class Part(NamedTuple):
             ignore it.
         statistics: results of the step's ``statistics`` function, summed over the parts of the
             batch; empty without such a function, and within it.
+        rows: numbers of the part's rows in the whole batch, in the order of `batch`. In a packed
+            batch, the rows are documents. Empty in a trial, and for a row of share 0 that this rank
+            runs while other ranks run their last parts.
     """
 
     batch: Any
@@ -60,6 +63,7 @@ class Part(NamedTuple):
     is_trial: bool = False
     is_first: bool = True
     statistics: Mapping[str, Any] = {}
+    rows: Sequence[int] = ()
 
 
 class BatchSource:

@@ -201,10 +201,11 @@ def test_parts_by_tokens_leave_trailing_padding_out(shown_by):
         # Tensors of another width stay whole.
         assert part.batch["positions"].shape == (part.num_rows, 5, 2)
         assert part.batch["scores"].shape == (part.num_rows, 3)
-    assert sorted(
-        number for part in script.trained for number in part.batch["classes"].tolist()
-    ) == list(range(12))
+        assert list(part.rows) == part.batch["classes"].tolist()
+    assert sorted(number for part in script.trained for number in part.rows) == [*range(12)]
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
+    AdaptiveStep(model, script)(batch)
+    assert list(script.trained[-1].rows) == [*range(12)]
 
 
 class Translation(nn.Module):
