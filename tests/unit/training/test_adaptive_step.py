@@ -113,19 +113,12 @@ def test_parts_have_the_share_of_their_labels_and_none_without_a_label_runs(
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
-def shifted_labels() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A batch whose labels are its tokens, and one whose labels are shifted already."""
+def test_labels_that_collate_and_the_loss_both_shift_are_refused():
     tokens = make_batch()["tokens"]
     labels = tokens.masked_fill(tokens == 0, IGNORE_INDEX)
-    last = torch.full((len(labels), 1), IGNORE_INDEX)
-    return (
-        {"tokens": tokens, "labels": labels},
-        {"tokens": tokens, "labels": torch.cat([labels[:, 1:], last], 1)},
-    )
-
-
-def test_labels_that_collate_and_the_loss_both_shift_are_refused():
-    once, twice = shifted_labels()
+    once = {"tokens": tokens, "labels": labels}
+    shifted = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+    twice = {"tokens": tokens, "labels": shifted}
     model = decoder()
     step = AdaptiveStep(model, Script(model), micro_batch_size=5)
     with pytest.raises(SettingError, match="labels='shifted twice'"):
