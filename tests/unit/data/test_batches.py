@@ -72,16 +72,6 @@ def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, s
     assert (batches.progress.epoch, batches.progress.epoch_rows) == (epoch + 1, 0)
 
 
-def test_what_is_handed_out_and_not_done_comes_again():
-    batches = of_sizes(20, [3, 4])
-    steps = batches.steps()
-    ahead = [next(steps).numbers for _ in range(4)]
-    assert (batches.oldest.numbers, batches.newest.numbers) == (ahead[0], ahead[-1])
-    batches.done(tokens=3)
-    assert batches.progress.samples == 3
-    assert [next(batches.steps()).numbers] == ahead[1:2]
-
-
 @pytest.mark.parametrize(("maximum", "sizes"), [(None, [3, 5, 8]), (6, [3, 5, 6])])
 def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch(maximum, sizes):
     class Counting:
