@@ -54,8 +54,6 @@ REFUSED = {
         "${nowhere}",
         "torchtune.models.qwen2.qwen2",
         {"_component_": "torchtune.models.qwen2.qwen2", "nlayers": 2},
-        # Of other recipes.
-        {"_component_": "torchtune.models.qwen2.lora_qwen2_0_5b", "lora_attn_modules": ["q_proj"]},
     ],
     "teacher_model": [{"_component_": "torchtune.models.qwen2.qwen2"}],
     "ref_checkpointer": [{"_component_": "torchtune.training.FullModelHFCheckpointer"}],
