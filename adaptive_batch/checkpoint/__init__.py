@@ -1,8 +1,14 @@
 """Atomic checkpoints of training steps."""
 
-from .checkpoint import Checkpoint, SkippedCheckpoint, newest_complete
+from .checkpoint import (
+    Checkpoint,
+    CheckpointManager,
+    SkippedCheckpoint,
+    checkpoints_in,
+    newest_complete,
+    remove_folder,
+)
 from .files import SavedFile, reason, saving
-from .manager import CheckpointManager, checkpoints_in, remove_folder
 from .optimizer_state import (
     load_named_optimizer_state,
     named_optimizer_state,

@@ -10,8 +10,7 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.page import last_search
-from adaptive_batch.report.picture import RunData, draw_picture, run_panels, search_panels
+from adaptive_batch.report.page import RunData, draw_picture, last_search, run_panels, search_panels
 from adaptive_batch.report.run_log import last_run
 
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"

@@ -24,8 +24,7 @@ from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.report import read_records, write_estimate_picture, write_report
-from adaptive_batch.report.page import run_facts
-from adaptive_batch.report.picture import RunData, run_panels
+from adaptive_batch.report.page import RunData, run_facts, run_panels
 from adaptive_batch.report.run_log import last_run
 
 NASTY = "<script>alert(\"x\")</script> & <b>bold</b> 'quoted'"

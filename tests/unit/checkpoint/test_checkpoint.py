@@ -481,7 +481,7 @@ def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_raise
             2, {"too large for any machine": torch.ones(1, dtype=torch.uint8).expand(2**62)}, None
         )
     assert "the copy needs 4294967296.00 GiB of host memory" in caplog.text
-    monkeypatch.setattr("adaptive_batch.checkpoint.manager.host_available_bytes", lambda: 11)
+    monkeypatch.setattr("adaptive_batch.checkpoint.checkpoint.host_available_bytes", lambda: 11)
     points.save(2, values(2), None)
     assert re.search(
         r"needs [\d.]+ (KiB|bytes) of host memory, 11 bytes are available", caplog.text
