@@ -322,7 +322,12 @@ def test_a_missing_file_or_a_changed_byte_anywhere_and_the_next_older_is_taken(
 def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
     save(tmp_path, 1, 2)
     manifest = tmp_path / "step_2" / "resume.json"
-    content = json.loads(manifest.read_text())
+    whole = manifest.read_text()
+    content = json.loads(whole)
+    for name in ("crc32", content["format"]):
+        manifest.write_text(whole.replace(name, "other"))
+        point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
+        assert (point.step, passed_over.reason[:15]) == (1, "resume.json is ")
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
     point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 1
