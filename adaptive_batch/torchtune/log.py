@@ -473,11 +473,8 @@ def record_memory_history(cfg: DictConfig, device: torch.device, progress: Progr
         device: device of the run.
         progress: progress before the step.
     """
-    wants_memory = cfg["enabled"] and cfg.get("profile_memory", False)
-    is_first_epoch = progress.epoch == 0
-    if not (wants_memory and device.type == "cuda" and is_first_epoch):
-        return
-    if not distributed.is_rank_zero():
+    records = cfg["enabled"] and cfg.get("profile_memory", False) and device.type == "cuda"
+    if not (records and progress.epoch == 0 and distributed.is_rank_zero()):
         return
     first_step = cfg["wait_steps"] + cfg["warmup_steps"]
     if progress.epoch_steps == first_step:
