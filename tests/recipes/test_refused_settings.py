@@ -19,7 +19,7 @@ PROBE = "use_maximum_batch_size=True"
 OF_LENGTHS = (
     f"dataset._component_={COMPONENTS}.OfLengths dataset.lengths=[10,20,30,40] batch_size=2"
 )
-PICTURES = f"dataset._component_={COMPONENTS}.with_pictures batch_size=2"
+PICTURES = "dataset._component_=support.cli.pictures batch_size=2"
 GROWS = f"batch_increase_function={COMPONENTS}.four_more"
 SCHEDULE = "batch_size_schedule"
 STEPS = (

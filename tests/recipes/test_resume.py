@@ -389,7 +389,7 @@ RAMP = (
 )
 CHANGES = {
     "dataset": (
-        ("dataset.data_files=${data_dir}/first.jsonl",),
+        ("dataset.split=train[:16]",),
         r"'16 rows, \w+': .* with '32 rows, \w+';",
     ),
     "model": (

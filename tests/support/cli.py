@@ -120,13 +120,9 @@ log_every_n_steps: 1
 log_peak_memory_stats: False
 """
 
-# Over a block with a component the command line takes a dotted path alone, so a list of datasets
-# goes into the YAML.
-_HALF = (
-    "{_component_: torchtune.datasets.instruct_dataset, source: json, data_files:"
-    " '${data_dir}/%s.jsonl', split: train, cache_dir: '${data_dir}/cache', column_map: {input:"
-    " signature, output: docstring}, train_on_input: False}"
-)
+
+# The override of two datasets, of which each has half of the rows.
+HALVES = "dataset=halves"
 
 
 def block(name: str, component: str, **keys: Any) -> tuple[str, ...]:
@@ -152,7 +148,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "packed": ("dataset.packed=True", "max_steps_per_epoch=2"),
     "cosine": cosine_after(3),
     "clipping": ("clip_grad_norm=0.5",),
-    "concatenated": (f"dataset=[{_HALF % 'first'}, {_HALF % 'second'}]",),
+    "concatenated": (HALVES,),
     "max_steps_per_epoch": ("max_steps_per_epoch=3",),
     "SGD with momentum": (
         "optimizer=torch.optim.SGD",
@@ -261,13 +257,16 @@ class SmallSetup:
         given = [value.partition("=")[2] for value in overrides if value.startswith("output_dir=")]
         output_dir = Path(given[-1]) if given else self.fresh_folder()
         own = () if given else (f"output_dir={output_dir}",)
-        lists = [value for value in overrides if value.startswith("dataset=[")]
-        if lists:
+        if HALVES in overrides:
+            # Over a block with a component the command line takes a dotted path alone.
             merged = OmegaConf.load(self.config)
-            merged.dataset = OmegaConf.from_dotlist(lists).dataset
+            merged.dataset = [
+                {**merged.dataset, "split": f"train[{half}]"}
+                for half in (f":{NUM_ROWS // 2}", f"{NUM_ROWS // 2}:")
+            ]
             config = f"{output_dir}.yaml"
             OmegaConf.save(merged, config)
-        rest = [value for value in overrides if value not in lists]
+        rest = [value for value in overrides if value != HALVES]
         return ["run", recipe, "--config", config or str(self.config), *own, *rest], output_dir
 
     def _environment(self) -> dict[str, str]:
@@ -297,23 +296,14 @@ def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
     """
     arguments = {**MODEL, **dimensions}
     rows = docstrings()
-    for name, part in (
-        ("train", rows),
-        ("first", rows[: NUM_ROWS // 2]),
-        ("second", rows[NUM_ROWS // 2 :]),
-    ):
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps(row) + "\n" for row in part), encoding="utf-8"
-        )
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "train.jsonl").write_text("".join(lines), encoding="utf-8")
     base = folder / "base"
     base.mkdir()
     demo.write_tokenizer(base, [text for row in rows for text in row.values()])
     write_checkpoint(base, arguments)
-    config = folder / "small.yaml"
-    OmegaConf.save(
-        OmegaConf.merge(OmegaConf.create(_CONFIG), {"data_dir": str(folder), "model": arguments}),
-        config,
-    )
+    config, own = folder / "small.yaml", {"data_dir": str(folder), "model": arguments}
+    OmegaConf.save(OmegaConf.merge(OmegaConf.create(_CONFIG), own), config)
     return SmallSetup(folder, config)
 
 
@@ -353,10 +343,7 @@ def docstrings() -> list[dict[str, str]]:
         rows += [
             row for row in found if len(row["signature"]) <= 50 and len(row["docstring"]) >= 16
         ]
-    if len(rows) < NUM_ROWS:
-        raise RuntimeError(
-            f"{', '.join(SOURCES)} have {len(rows)} such docstrings, and {NUM_ROWS} are needed"
-        )
+    assert len(rows) >= NUM_ROWS, f"{SOURCES} have {len(rows)} such docstrings"
     return rows[:NUM_ROWS]
 
 
@@ -514,7 +501,7 @@ def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2To
     )
 
 
-def pictures(tokenizer: Qwen2Tokenizer, *, packed: bool, subset: str) -> list[dict[str, Any]]:
+def pictures(tokenizer: Qwen2Tokenizer, **_: Any) -> list[dict[str, Any]]:
     """Rows of text, each with a random picture of one or two tiles, as torchtune's vision datasets
     give them.
     """

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from support.cli import MODEL, pictures
+from support.cli import MODEL
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
@@ -192,10 +192,6 @@ class WithIds(OfLengths):
 
     def __getitem__(self, row):
         return {**super().__getitem__(row), "id": f"row {row}", "source": 3}
-
-
-def with_pictures(tokenizer, **_):
-    return pictures(tokenizer, packed=False, subset="")
 
 
 # --- watching a run
