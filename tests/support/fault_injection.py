@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from support.runners import build_runner
-from support.same_state import bits
+from support.same_state import bits, differences
 from support.sharded_model import make_rows
-from support.training_cases import Case, Training, differences
+from support.training_cases import Case, Training
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch.data import MicroBatchLimit

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from support.fault_injection import OutOfMemoryMode
 from support.processes import Ended, run
 from support.runners import SmallRunner
-from support.same_state import bits, seed_all
+from support.same_state import bits, differences, seed_all
 from support.sharded_model import (
     Decoder,
     Row,
@@ -29,7 +29,6 @@ from support.sharded_model import (
     token_losses,
     training_state,
 )
-from support.training_cases import differences
 
 from adaptive_batch import distributed
 from adaptive_batch._util import replaced

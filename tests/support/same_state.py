@@ -42,6 +42,12 @@ def bits(value: Any) -> Any:
     return "nan" if value != value else value
 
 
+def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Return the names of what differs between two states."""
+    names = sorted(before.keys() | after.keys())
+    return [name for name in names if before.get(name, "absent") != after.get(name, "absent")]
+
+
 def assert_same(found: Any, expected: Any) -> None:
     """The same structure, and tensors of the same bits, shapes and kinds."""
     assert bits(found) == bits(expected), "the states differ"

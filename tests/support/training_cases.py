@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 import torchao.optim
-from support.same_state import bits, seed_all
+from support.same_state import bits, differences, seed_all
 from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -272,12 +272,6 @@ def deterministic(device: torch.device) -> Iterator[None]:
             yield
     finally:
         torch.use_deterministic_algorithms(False)
-
-
-def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names of what differs."""
-    names = sorted(before.keys() | after.keys())
-    return [name for name in names if before.get(name, "absent") != after.get(name, "absent")]
 
 
 # --- what may happen in a probe

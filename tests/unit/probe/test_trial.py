@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.fakes import FakeBackend
 from support.fault_injection import OutOfMemoryMode
+from support.same_state import differences
 from support.training_cases import (
     CPU,
     LENGTH,
@@ -22,7 +23,6 @@ from support.training_cases import (
     Mishap,
     Training,
     cases,
-    differences,
     traces,
 )
 from torch import nn

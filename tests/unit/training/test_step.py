@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.fault_injection import PHASES, Way, step_rows, sweep, train
 from support.runners import build_runner
+from support.same_state import differences
 from support.sharded_model import Decoder, collate, token_losses
-from support.training_cases import differences
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import MEMORY_REMEDIES, DoesNotFitError
