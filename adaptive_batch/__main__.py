@@ -230,8 +230,6 @@ def _run(options: argparse.Namespace) -> int:
         width = max((len(name) for name, _ in configs), default=0)
         for name, description in configs:
             print(f"{name:<{width}}  {description}")
-    elif options.destination is None:
-        raise SettingError("DEST", None, f"give a destination: configs {options.name} DEST")
     else:
         print(copy_config(options.name, options.destination))
     return 0

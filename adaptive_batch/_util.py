@@ -291,10 +291,10 @@ def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> 
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return a suggestion for an unknown name: similar names, or all names."""
+    """Return a suggestion for an unknown name: similar names, or up to 100 other names."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    if close:
-        return f"near it: {', '.join(close)}"
+    if close or len(names) > 100:
+        return f"near it: {', '.join(close) or 'none'}"
     return f"there are: {', '.join(names)}"
 
 

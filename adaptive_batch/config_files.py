@@ -32,7 +32,7 @@ def shipped_configs() -> list[tuple[str, str]]:
     return configs
 
 
-def copy_config(name: str, destination: str | Path) -> Path:
+def copy_config(name: str, destination: str | Path | None) -> Path:
     """Copy a shipped configuration for editing.
 
     Args:
@@ -43,12 +43,15 @@ def copy_config(name: str, destination: str | Path) -> Path:
         The path of the new file.
 
     Raises:
-        SettingError: the name is unknown, the file exists already, or its folder does not exist.
+        SettingError: the name is unknown, there is no destination, the file exists already, or its
+            folder does not exist.
     """
     files = config_files()
     if name not in files:
         remedy = f"unknown configuration; {nearest(name.lower(), [*files])}"
         raise SettingError("NAME", name, remedy)
+    if destination is None:
+        raise SettingError("DEST", None, f"give a destination: configs {name} DEST")
     source = files[name]
     target = Path(destination)
     if target.is_dir():

@@ -339,9 +339,14 @@ def saving(
     try:
         yield
     except Exception as error:
+        sizes = (
+            f"it needs {num_bytes:,} bytes and a little more, and {free_bytes:,} bytes were free; "
+        )
+        # A folder of the user that is in the way.
+        if isinstance(_os_error_behind(error), FileExistsError):
+            sizes = ""
         raise CheckpointError(
-            f"saving {target} failed ({reason(error)}): it needs {num_bytes:,} bytes and a little"
-            f" more, and {free_bytes:,} bytes were free; earlier saves are unchanged"
+            f"saving {target} failed ({reason(error)}): {sizes}earlier saves are unchanged"
         ) from error
     finally:
         if removes:

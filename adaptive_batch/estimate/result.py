@@ -103,6 +103,8 @@ class LengthEstimate:
     def first_too_large(self, budget_bytes: int) -> str | None:
         """Describe the first part of a run that does not fit; None if a row fits."""
         resident = self.resident
+        if not budget_bytes:
+            return "context and headroom take the whole device"
         needed = 0
         for name, size in (
             ("the parameters", resident.parameters),

@@ -57,6 +57,12 @@ def _check_positive(key: str, value: Any) -> None:
         raise SettingError(key, value, "give a number above 0")
 
 
+def _check_rate(key: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 <= value < math.inf):
+        raise SettingError(key, value, "give a number, 0 or more, such as 2e-5")
+
+
 def _check_merges(key: str, value: object) -> None:
     # Any file can be read as merges, and gives other tokens.
     if not isinstance(value, str) or value.endswith(".json"):
@@ -100,6 +106,7 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("model.lora_alpha", _check_positive),
     ("model.norm_eps", _check_positive),
     ("ac_option", check_whole),
+    ("optimizer.lr", _check_rate),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("resume_from_checkpoint", _check_resume),
     ("checkpointer.adapter_checkpoint", _refuse_adapters),
@@ -370,6 +377,11 @@ _NOISE: tuple[_Rule, ...] = (
         "",
         lambda s, c: s.sample_order == "seqlen",
         "sample_order=seqlen sorts rows by length; use random",
+    ),
+    (
+        "",
+        lambda s, c: s.sample_order == "dataloader" and not s.shuffle,
+        "rows are in the order of the dataset; set shuffle=True",
     ),
     (
         "",

@@ -149,7 +149,8 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         # Raised while a log is written. Saving a checkpoint raises a CheckpointError instead.
         resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
-        plain = AdaptiveBatchError(f"{error.strerror}: free disk space in output_dir; {resumes}")
+        place = error.filename or "output_dir"
+        plain = AdaptiveBatchError(f"{error.strerror}: free disk space for {place}; {resumes}")
     else:
         return None
     plain.__cause__ = error
@@ -170,6 +171,7 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
     with _refuse_unreadable("--config", path):
         cfg: Any = OmegaConf.load(path)
+        _check_colons(OmegaConf.to_container(cfg))
     if not isinstance(cfg, DictConfig):
         raise SettingError("--config", path, "give a block of keys, as in torchtune's configs")
     # torchtune removes keys (~key) before it sets others, wherever they stand. Apply the arguments
@@ -177,6 +179,19 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):
         with _refuse_unreadable("argument", argument):
             cfg = merged(cfg, [argument])
+            _check_colons(OmegaConf.to_container(cfg))
+
+
+def _check_colons(value: Any) -> None:
+    """Raise ValueError for ``{key:value}``, which YAML reads as the key ``key:value`` with null."""
+    if isinstance(value, list):
+        for item in value:
+            _check_colons(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if item is None and ":" in str(key):
+                raise ValueError(f"{key} has no value; put a space after the colon")
+            _check_colons(item)
 
 
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:

@@ -71,7 +71,8 @@ class Job:
         is_other = cfg.device is not None and self.device.type != configured_type
         if is_other or self.device.type == "meta":
             remedy = (
-                f"torch {torch.__version__} sees no such device; give cuda, or cpu with dtype=fp32"
+                f"torch {torch.__version__} sees no such device (`adaptive-batch check` shows why);"
+                " give cpu with dtype=fp32"
             )
             raise SettingError("device", cfg.device, remedy)
         check_segments(self.device)

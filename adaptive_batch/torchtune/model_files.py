@@ -129,9 +129,13 @@ class ModelFiles:
             if is_out_of_memory(error):
                 raise
             model_type = self._cfg.get("model_type", "this model")
+            fix = (
+                f"give the {self._key}.model_type that they are of, or copy or download them again"
+            )
+            if isinstance(error, FileNotFoundError):
+                fix = "a file was removed, or a component changed the current folder (os.chdir)"
             remedy = (
-                f"its files cannot be read as weights of {model_type} ({one_line(error)}); give the"
-                f" {self._key}.model_type that they are of, or copy or download them again"
+                f"its files cannot be read as weights of {model_type} ({one_line(error)}); {fix}"
             )
             base_dir = str(self._base_dir)
             raise SettingError(f"{self._key}.checkpoint_dir", base_dir, remedy) from error

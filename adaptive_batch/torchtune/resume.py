@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write, count, fingerprint
+from adaptive_batch._util import atomic_write, count, file_signature, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
 from adaptive_batch.data import Batches, MicroBatchLimit
 from adaptive_batch.errors import SettingError
@@ -237,10 +237,12 @@ class ResumedRun:
                 remedy = f"the checkpoint's optimizer state was saved with {before}; give that"
                 raise SettingError(name, after, remedy)
             if not is_kept:
-                if name in refused and name not in allowed:
+                # The file of a function is `batch_increase_function.file`.
+                key, _, _ = name.partition(".")
+                if key in refused and key not in allowed:
                     remedy = (
                         f"the checkpoint was trained with {before!r}; resume with that, or set"
-                        f" resume_allow_changes=[{name}]"
+                        f" resume_allow_changes=[{key}]"
                     )
                     raise SettingError(name, after, remedy)
                 self._add_changed(name, before, after, "differs from the checkpoint")
@@ -384,6 +386,14 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
             as_written = policy == "refuse" or name not in values
             conditions[name] = config.get(name) if as_written else values[name]
     conditions |= {f"optimizer.{key}": value for key, value in config["optimizer"].items()}
+    for name in ("batch_increase_function", "batch_size_schedule"):
+        # Module of a function, or of the class of a callable object.
+        module = getattr(getattr(settings, name), "__module__", None) or ""
+        file = getattr(sys.modules.get(module), "__file__", None)
+        # Other releases of this package change no result of its rules.
+        if file is not None and not module.startswith("adaptive_batch."):
+            signature = fingerprint(file_signature(file))[:16]
+            conditions[f"{name}.file"] = f"{Path(file).name}, {signature}"
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {

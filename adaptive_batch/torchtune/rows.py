@@ -348,7 +348,7 @@ class DatasetRows(Dataset[Any]):
             raise self._refused(number, remedy)
         if job.vocab_size is not None and not 0 <= token_id < job.vocab_size:
             problem = (
-                f"has the token id {token_id}, and the model's vocabulary has 0 to"
+                f"has the token or label {token_id}, and the model's vocabulary has 0 to"
                 f" {job.vocab_size - 1}"
             )
             raise self._refused(

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from adaptive_batch import distributed
 from adaptive_batch._util import (
     auto_or_whole,
+    check_state,
     count,
     from_json,
     rows_fit,
@@ -472,7 +473,13 @@ class MicroBatchSizer:
         }
 
     def load_search(self, state: Mapping[str, Any]) -> None:
-        """Use the maximum batch size of a saved state if no search has found one since."""
+        """Use the maximum batch size of a saved state if no search has found one since.
+
+        Raises:
+            SettingError: the state is damaged.
+        """
+        names = ("tried_length", "num_out_of_memory", "held", "lowered", "good_steps")
+        check_state(state, (*self.conditions(), *names), owner="a step")
         if self.max_batch_size is None and state["bound"] is not None:
             self.max_batch_size = state["bound"]
             self.tried_length = state["tried_length"]

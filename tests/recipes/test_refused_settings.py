@@ -180,6 +180,7 @@ REFUSED = {
     ],
     "loss.ignore_index": ["loss.ignore_index=5"],
     "model": [" ".join(LORA_MODEL)],
+    "optimizer.lr": ["optimizer.lr=abc"],
     "optimizer": [
         "optimizer.differentiable=null",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
@@ -195,7 +196,13 @@ REFUSED = {
             for setting in ("wait_steps=-1", "active_steps=0", "output_dir=3")
         ),
     ],
-    "argument": [f"batch_size={'9' * 5000}", "batch_size=[1", "model.x={a", "~nosuch.things"],
+    "argument": [
+        f"batch_size={'9' * 5000}",
+        "batch_size=[1",
+        "model.x={a",
+        "~nosuch.things",
+        "dataset.column_map={input:foo}",
+    ],
 }
 # Functions whose answers cannot be used.
 RULES = [

@@ -423,6 +423,24 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     assert sorted(path.name for path in folder.glob("epoch_*")) == ["epoch_0", "epoch_1"]
 
 
+def test_a_rule_whose_file_has_changed_is_refused_unless_allowed(small, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "rule_of_user.py"
+    file.write_text("def rows(epoch, batch_size): return 0\n")
+    rule = ("batch_increase_function=rule_of_user.rows", "grow_beyond_maximum=True")
+    keys = (SAVES, *rule, "micro_batch_size=4")
+    folder = stopped_after(small.run_in_process(OURS, *keys), small, 6)
+    file.write_text("def rows(epoch, batch_size): return 4 * epoch\n")
+    allowed = "resume_allow_changes=[batch_increase_function]"
+    with pytest.raises(SettingError) as refused:
+        resume_run(small, folder, *keys)
+    assert refused.value.key == "batch_increase_function.file"
+    assert str(refused.value).endswith(allowed)
+    resume_run(small, folder, *keys, allowed)
+    (said,) = records(folder, "batch_increase_function.file")
+    assert said["before"] != said["after"]
+
+
 def test_rate_and_decay_change_if_allowed_by_name(small):
     overrides = (SAVES, *DROPOUT, *FEATURES["cosine"])
     whole = small.run_in_process(OURS, *overrides)

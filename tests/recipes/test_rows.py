@@ -24,7 +24,7 @@ WHY = {
     "raises": r"cannot be read \(ValueError: no text\)",
     "long": "has 65 tokens, and the model takes 64 at most",
     "foreign": (
-        f"has the token id {MODEL['vocab_size']}, and the model's vocabulary has 0 to"
+        f"has the token or label {MODEL['vocab_size']}, and the model's vocabulary has 0 to"
         f" {MODEL['vocab_size'] - 1}"
     ),
     "empty": "has no tokens",

@@ -43,7 +43,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_names(tmp_path, name, near)
     ("arguments", "message"),
     [
         (["configs", "demo_cpu"], "give a destination: configs demo_cpu DEST"),
-        (["configs", "demo_cpi", "."], "near it: demo_cpu"),
+        (["configs", "demo_cpi"], "near it: demo_cpu"),
         ([], "required: command"),
     ],
 )

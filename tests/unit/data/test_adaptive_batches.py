@@ -149,6 +149,18 @@ def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead
     assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
 
 
+@pytest.mark.parametrize(("calls_step", "warnings"), [(False, 1), (True, 0)])
+def test_epochs_that_are_read_without_a_step_give_one_warning(calls_step, warnings, caplog):
+    batches = growing()
+    for _ in range(4):
+        num_read = len(list(batches))
+        for _ in range(num_read * calls_step):
+            batches.step()
+    messages = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(messages) == warnings
+    assert all("call step() after each batch" in message for message in messages)
+
+
 class ByEpoch:
     """A sampler that is seeded by its epoch, as DistributedSampler is."""
 

@@ -67,6 +67,7 @@ def test_a_traced_row_that_fits_overrides_the_curve():
 @pytest.mark.parametrize(
     ("gib", "what"),
     [
+        (0, "context and headroom take the whole device"),
         (6, "the optimizer's state (4.00 GiB, 6.25 GiB with the parts before)"),
         (7, "the optimizer's step (8.00 GiB at the peak)"),
         (9, "forward and backward of one row (10.00 GiB at the peak)"),

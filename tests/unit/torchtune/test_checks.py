@@ -150,7 +150,7 @@ def test_a_norm_may_be_written_as_torchtune_takes_it():
 @pytest.mark.parametrize(
     "text",
     [
-        *("- 1\n", "a: [1,\n b: }\n", "a: 1\na: 2\n", "a: '${b'\n"),
+        *("- 1\n", "a: [1,\n b: }\n", "a: 1\na: 2\n", "a: '${b'\n", "a: [{b:c}]\n"),
         b"\xff\xfe\x00\x01",
     ],
 )
@@ -164,7 +164,9 @@ def test_a_file_that_is_not_a_block_is_refused(tmp_path, text):
 
 def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():
     full = plainly(OSError(errno.ENOSPC, "No space left on device"))
-    assert "free disk space" in str(full)
+    assert "free disk space for output_dir" in str(full)
+    full = plainly(OSError(errno.ENOSPC, "No space left on device", "run/config.yaml"))
+    assert "free disk space for run/config.yaml" in str(full)
     assert plainly(OSError(errno.EIO, "Input/output error")) is None
     assert plainly(KeyError("model")) is None
     ours = SettingError("a", 1, "b")

@@ -23,9 +23,10 @@ GROWING = {
     "batch_increase_function": {"_component_": "adaptive_batch.schedules.geometric", "factor": 2}
 }
 BY_NOISE = {
-    "batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4}
+    "batch_size_schedule": {"_component_": "adaptive_batch.schedules.by_noise_scale", "start": 4},
+    "shuffle": True,
 }
-LOGS_NOISE = {"log_gradient_noise_scale": True, "batch_size": 4}
+LOGS_NOISE = {"log_gradient_noise_scale": True, "batch_size": 4, "shuffle": True}
 
 
 def settings(*blocks):
@@ -64,6 +65,8 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
 def test_functions_are_imported_from_classes_and_submodules_and_built_by_blocks():
     assert load_function("os.path.join", key="k")("a", "b") == "a/b"
     assert load_function("collections.OrderedDict.fromkeys", key="k")
+    with pytest.raises(SettingError, match=r"os has no such name; near it: none$"):
+        load_function("os.nothing", key="k")
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = settings({"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
@@ -125,6 +128,7 @@ UNMEASURED = (
     {"micro_batch_size": 2, "micro_batch_layout": "grouped"},
     {"micro_batch_size": 2, "uniform_micro_batches": "lengths"},
     {"micro_batch_size": 2, "sample_order": "seqlen"},
+    {"micro_batch_size": 2, "shuffle": False},
     {"micro_batch_size": 2, "tensor_parallel_dim": 2},
 )
 TOGETHER = [

@@ -516,8 +516,9 @@ def test_a_lowered_limit_is_resumed():
     model = decoder()
     script, resumed_script = (Script(model, most_rows=4) for _ in range(2))
     step, resumed = AdaptiveStep(model, script), AdaptiveStep(model, resumed_script)
-    with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a step"):
-        step.load_state_dict({})
+    for state in ({}, {"sizer": {}}):
+        with pytest.raises(SettingError, match=r"give the result of state_dict\(\) of a step"):
+            step.load_state_dict(state)
     step(make_batch())
     assert script.rows[:2] == [12, 6]
     resumed.load_state_dict(step.state_dict())
