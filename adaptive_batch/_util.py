@@ -319,6 +319,10 @@ def atomic_write(path: Path, content: str | bytes, *, sync: bool = False) -> Non
                 file.flush()
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except OSError as error:
+        # An error of write() names no file, and one of open() names the temporary file.
+        error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)
     if sync:

@@ -133,9 +133,8 @@ class AdaptiveBatches(Batches):
             dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
         )
         self._listeners: list[Event] = []
-        # Steps that were done when the last epoch was read to its end.
-        self._steps_at_last_end = -1
-        self._has_warned = False
+        # Steps that were done each time an epoch was read to its end.
+        self._steps_at_ends: list[int] = []
         super().__init__(
             rows,
             batching,
@@ -191,14 +190,14 @@ class AdaptiveBatches(Batches):
             remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
             raise SettingError("batch_size_schedule", rule, remedy)
         yield from super().__iter__()
+        steps = self._progress.steps
+        self._steps_at_ends.append(steps)
         # A loader may read a whole epoch ahead, but not two.
-        if self._steps_at_last_end == self._progress.steps and not self._has_warned:
-            self._has_warned = True
+        if self._steps_at_ends.count(steps) == 2:
             log.warning(
                 "two epochs were read and step() was never called, so the epoch is repeated: call"
                 " step() after each batch"
             )
-        self._steps_at_last_end = self._progress.steps
 
     def __len__(self) -> int:
         """Return the number of remaining steps of this epoch, as the rules answer now."""

@@ -57,12 +57,6 @@ def _check_positive(key: str, value: Any) -> None:
         raise SettingError(key, value, "give a number above 0")
 
 
-def _check_rate(key: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 0 <= value < math.inf):
-        raise SettingError(key, value, "give a number, 0 or more, such as 2e-5")
-
-
 def _check_merges(key: str, value: object) -> None:
     # Any file can be read as merges, and gives other tokens.
     if not isinstance(value, str) or value.endswith(".json"):
@@ -106,7 +100,7 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("model.lora_alpha", _check_positive),
     ("model.norm_eps", _check_positive),
     ("ac_option", check_whole),
-    ("optimizer.lr", _check_rate),
+    ("optimizer.lr", _check_positive),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("resume_from_checkpoint", _check_resume),
     ("checkpointer.adapter_checkpoint", _refuse_adapters),

@@ -132,8 +132,8 @@ class ModelFiles:
             fix = (
                 f"give the {self._key}.model_type that they are of, or copy or download them again"
             )
-            if isinstance(error, FileNotFoundError):
-                fix = "a file was removed, or a component changed the current folder (os.chdir)"
+            if not self._base_dir.is_dir():
+                fix = "it was removed, or a component changed the current folder by os.chdir()"
             remedy = (
                 f"its files cannot be read as weights of {model_type} ({one_line(error)}); {fix}"
             )

@@ -392,8 +392,8 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
         file = getattr(sys.modules.get(module), "__file__", None)
         # Other releases of this package change no result of its rules.
         if file is not None and not module.startswith("adaptive_batch."):
-            signature = fingerprint(file_signature(file))[:16]
-            conditions[f"{name}.file"] = f"{Path(file).name}, {signature}"
+            content = fingerprint(file_signature(file))[:16]
+            conditions[f"{name}.file"] = f"{Path(file).name}, {content}"
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {

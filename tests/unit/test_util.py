@@ -130,6 +130,13 @@ def test_attributes_are_restored_even_after_an_error():
     assert vars(owner) == {"kept": 1, "changed": 2}
 
 
+def test_a_file_that_cannot_be_written_is_named_in_the_error(tmp_path):
+    with pytest.raises(IsADirectoryError) as failed:
+        _util.atomic_write(tmp_path, "text for a folder")
+    assert failed.value.filename == str(tmp_path)
+    assert list(tmp_path.parent.glob(f".{tmp_path.name}*")) == []
+
+
 def test_a_long_value_is_cut_in_the_message() -> None:
     error = SettingError("batch_size", 10**4000, "give 1 or less")
     assert error.value == 10**4000
