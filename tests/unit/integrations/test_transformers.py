@@ -141,8 +141,9 @@ def fails_above(num_rows):
         {"gradient_accumulation_steps": 2},
         pytest.param({"gradient_checkpointing": True, "bf16": True}, marks=pytest.mark.slow),
         pytest.param({"max_grad_norm": 0.1, "dataloader_num_workers": 1}, marks=pytest.mark.slow),
+        {"train_sampling_strategy": "group_by_length"},
     ],
-    ids=["accumulation", "checkpointing, bf16", "clipping, a worker"],
+    ids=["accumulation", "checkpointing, bf16", "clipping, a worker", "its own sampler"],
 )
 def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
     plain = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
@@ -685,13 +686,6 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
     assert trainer.state.global_step == 0
 
 
-def test_a_sampler_of_the_trainers_own_draws_the_rows_of_batches_that_do_not_grow(tmp_path):
-    plain = trained(Trainer, tmp_path, train_sampling_strategy="group_by_length")
-    assert_trains_alike(
-        trained(AdaptiveTrainer, tmp_path, train_sampling_strategy="group_by_length"), plain
-    )
-
-
 @pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])
 def test_a_run_whose_batch_grows_ends_where_it_is_told(tmp_path, arguments):
     trainer, losses, _ = grown(tmp_path, **arguments)
@@ -724,9 +718,6 @@ def test_arguments_that_do_not_go_with_a_growing_batch_are_refused(tmp_path):
     checkpoint = str(tmp_path / "grown" / "checkpoint-3")
     with pytest.raises(SettingError, match="its batch grew; give AdaptiveArguments the same"):
         trained(AdaptiveTrainer, tmp_path, resume=checkpoint)
-
-
-# --- evaluation
 
 
 def llama_whose_rows_differ():

@@ -9,12 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_models import (
-    IGNORED,
-    VOCABULARY,
-    loss_of,
-    transformers_model,
-)
+from support.packed_models import IGNORED, VOCABULARY, loss_of, transformers_model
 from support.sharded_model import padded
 from torch import nn
 from torch._dynamo.utils import counters

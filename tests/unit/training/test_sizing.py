@@ -8,11 +8,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.processes import run_on_ranks
 from support.runners import build_runner, report_of
 from support.sharded_model import collate
 from support.training_cases import CPU
 from torch import nn
 
+from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB, Room
@@ -236,3 +238,20 @@ def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
 def test_no_policy_tries_again_at_once():
     with pytest.raises(SettingError, match="grow_after=0: give 1 or more"):
         OOMPolicy(grow_after=0)
+
+
+def limits_of_steps() -> list[int]:
+    """Return the limit of each step; rank 1 ran out of memory, and waits twice as long to retry."""
+    rank = distributed.rank()
+    sizer = MicroBatchSizer(micro_batch_size=32, policy=OOMPolicy(grow_after=2 + 2 * rank))
+    sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
+    limits = []
+    for _ in range(6):
+        sizer.retry_if_due()
+        limits.append(sizer.limit().amount)
+        sizer.after_attempt()
+    return limits
+
+
+def test_a_limit_shrinks_where_one_rank_has_no_room_and_is_tried_again_where_all_have():
+    assert run_on_ranks(limits_of_steps, 2) == [[16] * 4 + [32] * 2] * 2
