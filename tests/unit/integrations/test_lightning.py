@@ -18,7 +18,7 @@ from adaptive_batch import DoesNotFitError, SettingError
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
-NUM_ROWS = 26
+NUM_ROWS = 30
 TOO_MUCH = 2**50
 # Number of the batch whose gradients overflow.
 OVERFLOWS = 2
@@ -140,8 +140,8 @@ class LogsMetrics(Module):
     ("adaptive", "limit", "num_parts"),
     [
         (AdaptiveArguments(), None, 1),
-        (AdaptiveArguments(), 3, 2),
-        (AdaptiveArguments(micro_batch_size=3), None, 3),
+        (AdaptiveArguments(), 3, 3),
+        (AdaptiveArguments(micro_batch_size=3), None, 2),
         (AdaptiveArguments(micro_batch_size="auto", row_length=1), None, 1),
     ],
     ids=["whole", "out of memory", "parts", "auto"],
@@ -152,6 +152,7 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
     ours = LogsMetrics(limit=limit)
     callback = AdaptiveCallback(adaptive)
     own_trainer, own_weights = trained(ours, tmp_path, [callback])
+    assert callback.step.num_micro_batches == num_parts
     assert (own_weights - weights).abs().max() < 1e-5
     assert len(ours.logged) == len(plain.logged) == 8
     assert ours.targets == plain.targets
@@ -177,7 +178,7 @@ def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulate
     ours = Sums()
     callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=3, loss_reduction="sum"))
     own_trainer, own_weights = trained(ours, tmp_path, [callback], **arguments)
-    assert callback.step.num_micro_batches == 1
+    assert callback.step.num_micro_batches == 2
     assert ours.losses == pytest.approx(plain.losses, rel=2e-6)
     assert (own_weights - weights).abs().max() < 1e-5
     assert own_trainer.logged_metrics["mean"] == pytest.approx(trainer.logged_metrics["mean"])
@@ -207,6 +208,7 @@ def test_hooks_after_backward_run_once_for_a_batch_with_all_of_its_gradients(tmp
     split = Clipping()
     callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size=2))
     _, weights = trained(split, tmp_path, [callback])
+    assert callback.step.num_micro_batches == 3
     whole = Clipping()
     _, expected = trained(whole, tmp_path)
     assert split.num_calls == whole.num_calls > 0
