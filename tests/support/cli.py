@@ -48,6 +48,7 @@ sys.path.insert(
 )  # for benchmarks and processes that pytest does not start
 import demo
 
+from adaptive_batch._util import replaced
 from adaptive_batch.report import read_records
 
 OURS = "adaptive_full_finetune"
@@ -436,24 +437,24 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
     put back.
     """
     log = logging.getLogger("adaptive_batch")
-    before = sys.argv, list(sys.path), sys.excepthook, dict(os.environ), torch.get_num_threads()
-    logging_before = list(log.handlers), log.level, log.propagate
-    log.handlers.clear()  # one that an earlier test has left writes to what was stderr then
-    sys.argv = arguments
+    environ, threads = dict(os.environ), torch.get_num_threads()
     os.environ.update(environment)
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     try:
-        with own_compiler():
+        with (
+            replaced(sys, argv=arguments, path=[*sys.path], excepthook=sys.excepthook),
+            # A handler that an earlier test has left writes to what was stderr then.
+            replaced(log, handlers=[], level=log.level, propagate=log.propagate),
+            own_compiler(),
+        ):
             yield
     finally:
-        sys.argv, sys.path[:], sys.excepthook, environ, threads = before
         os.environ.clear()
         os.environ.update(environ)
         torch.set_num_threads(threads)
         # The allocator keeps the last run's settings, whatever the environment is.
         if torch.cuda.is_available():
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
-        log.handlers[:], log.level, log.propagate = logging_before
 
 
 # --- a small vision model, named by dotted paths on the command line

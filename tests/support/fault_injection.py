@@ -18,6 +18,7 @@ from support.sharded_model import make_rows
 from support.training_cases import Case, Training
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from adaptive_batch._util import replaced
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import LimitChange
 from adaptive_batch.training.step import MicroBatchRunner
@@ -87,11 +88,8 @@ class RunsOutAt(OutOfMemoryMode):
         self.left = next(self._operations, 0)
 
     def in_forward(self, run: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self._in_forward = True
-        try:
+        with replaced(self, _in_forward=True):
             return run()
-        finally:
-            self._in_forward = False
 
     def note(self) -> None:
         phase = "forward" if self._in_forward else "around them"

@@ -146,18 +146,12 @@ class _Runner(SmallRunner):
             return super().run_step(weighting, report)
 
     def _run_plan(self, weighting: Any, plan: Any) -> Any:
-        self.doing = "between"
-        try:
+        with replaced(self, doing="between"):
             return super()._run_plan(weighting, plan)
-        finally:
-            self.doing = "before"
 
     def clip(self) -> torch.Tensor | None:
-        before, self.doing = self.doing, "clipping"
-        try:
+        with replaced(self, doing="clipping"):
             return super().clip()
-        finally:
-            self.doing = before
 
 
 class Training:
@@ -273,11 +267,8 @@ class Training:
         note(after_all=differences(before, after))
 
     def _try(self, rows: int) -> None:
-        self._in_trial = True
-        try:
+        with replaced(self, _in_trial=True):
             self.engine.try_rows(self.rows_of_trial(rows))
-        finally:
-            self._in_trial = False
 
     def rows_of_trial(self, number: int) -> list[Row]:
         return make_rows(LENGTHS[0][:number])
@@ -301,11 +292,8 @@ class Training:
         )
 
     def _mean_loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        self._in_forward = True
-        try:
-            return token_losses(self.model, batch, "mean")
-        finally:
-            self._in_forward = False
+        with replaced(self, _in_forward=True):
+            return token_losses(self.model, batch)
 
     def _collate(self, rows: Sequence[Row]) -> dict[str, Any]:
         if self.rows_run:

@@ -17,6 +17,8 @@ from support.cli import Finished, SmallSetup
 from support.processes import hosted_store, run
 from torchtune import training
 
+from adaptive_batch._util import replaced
+
 STOCK_ON_RANKS = "full_finetune_distributed"
 # The name of a recipe, and key=value; as run_in_process takes them.
 Task = tuple[str, ...]
@@ -54,16 +56,16 @@ def _run_tasks(setup: SmallSetup, tasks: Sequence[Task], ports: Sequence[int]) -
 def on_a_cpu() -> Iterator[None]:
     """Replace calls of the stock recipes that fail on a CPU."""
     init_process_group = dist.init_process_group
-    instead = {
-        "get_memory_stats": lambda device: {},
-        "log_memory_stats": lambda stats, **options: None,
-        "cleanup_before_training": gc.collect,
-    }
-    usual = {name: getattr(training, name) for name in instead}
-    vars(training).update(instead)
-    dist.init_process_group = lambda backend, **options: init_process_group("gloo", **options)
-    try:
+    with (
+        replaced(
+            training,
+            get_memory_stats=lambda device: {},
+            log_memory_stats=lambda stats, **options: None,
+            cleanup_before_training=gc.collect,
+        ),
+        replaced(
+            dist,
+            init_process_group=lambda backend, **options: init_process_group("gloo", **options),
+        ),
+    ):
         yield
-    finally:
-        vars(training).update(usual)
-        dist.init_process_group = init_process_group
