@@ -113,6 +113,12 @@ class AdaptiveArguments(PlainArguments):
             remedy = "batches do not grow; give batch_increase_function too"
             raise SettingError("lr_scaling", self.lr_scaling, remedy)
 
+    @property
+    def may_split(self) -> bool:
+        """Whether a batch may run as several micro-batches."""
+        sizes = (self.micro_batch_size, self.micro_batch_tokens)
+        return sizes != (None, None) or self.options.on_out_of_memory != "raise"
+
     def new_step(
         self, kind: type[AdaptiveStep], model: nn.Module, forward_backward: Callable[[Part], Any]
     ) -> AdaptiveStep:

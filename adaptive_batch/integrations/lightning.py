@@ -8,11 +8,10 @@ Lightning still handles clipping, precision, accumulation, loggers and checkpoin
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from types import MappingProxyType
+from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -24,14 +23,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
-from adaptive_batch._util import instance_of, replaced
+from adaptive_batch._util import count, instance_of, replaced
 from adaptive_batch.distributed import Replicas
 from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import is_number, leaves, over_parts, save_objects
+from .part_logs import PartLogs, is_number, leaves, over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -43,8 +42,8 @@ _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # during training.
 _MAKES_CLOSURE = "_make_closure"
 _USED = (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_step")
-# Parameters after `name` and `value`.
-_LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[3:]
+# Parameters after `self`.
+_LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[1:]
 # Attributes of modules that are not the script's own.
 _OF_MODULES = vars(LightningModule()).keys()
 # Reductions of metrics other than a mean over rows.
@@ -145,24 +144,19 @@ class AdaptiveCallback(Callback):
         if clear_gradients is not None:
             clear_gradients()
         module = trainer.lightning_module
+        is_sum = self.adaptive.loss_reduction == "sum"
+        logs = _ModuleLogs(module)
         # The step, which was created once for all batches, calls this for each micro-batch.
-        self._run_part = partial(
-            _run_part,
-            trainer,
-            kwargs,
-            optimizer,
-            self.adaptive.loss_reduction == "sum",
-            _save_metrics(module),
-        )
+        self._run_part = partial(_run_part, trainer, kwargs, optimizer, is_sum, logs)
         self._find_bound(trainer, self.step)
         results = self.step(kwargs["batch"])
-        logged = [result.logged for result in results]
         # Lightning logs by the hook in which `log` is called, and no hook is running here.
         with replaced(module, _current_fx_name="training_step"):
-            _log_batch(module, logged, [result.weight for result in results])
+            logs.log()
         losses = [result.loss for result in results if result.loss is not None]
         loss = torch.stack(losses).sum() if losses else None
-        return ClosureResult(loss, _joined(results))
+        num_rows = sum(len(micro_batch.rows) for micro_batch in self.step.micro_batches)
+        return ClosureResult(loss, _joined(results, num_rows))
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
         """Search for the largest micro-batch if it is ``auto`` and not found yet."""
@@ -220,21 +214,19 @@ class AdaptiveCallback(Callback):
         if next(module.parameters(), None) is None:
             # No device shows whose memory could run out.
             return evaluate(batch, *numbers)
-        # Outputs and `log` calls of each micro-batch, without those of failed attempts.
+        logs = _ModuleLogs(module)
+        # Outputs of each micro-batch, without those of failed attempts.
         outputs: list[Mapping[str, Any]] = []
-        logged: list[_Calls] = []
         # Names of the means of each micro-batch, with those of failed attempts.
         names: list[list[Any]] = []
 
         def forward(part: Any) -> tuple[torch.Tensor | None, dict[str, Any]]:
             """Return the means of a micro-batch as one tensor, and its other outputs by name."""
-            calls: _Calls = {}
-            logged.append(calls)
-            with _logs_into(calls, module):
+            with logs.collect():
                 result = evaluate(part, *numbers)
             output = result if isinstance(result, Mapping) else {_ONLY: result}
             outputs.append(output)
-            means = _means(output, calls)
+            means = _means(output, logs.calls[-1])
             names.append([*means])
             if names[-1] != names[0]:
                 raise _cannot_split(name, "it logs or returns other names for other rows")
@@ -246,11 +238,11 @@ class AdaptiveCallback(Callback):
 
         def snapshot() -> Callable[[], None]:
             num_done = len(outputs)
-            restore_metrics = _save_metrics(module)
+            restore_logs = logs.snapshot()
 
             def restore() -> None:
-                del outputs[num_done:], logged[num_done:]
-                restore_metrics()
+                del outputs[num_done:]
+                restore_logs()
 
             return restore
 
@@ -268,14 +260,16 @@ class AdaptiveCallback(Callback):
                 fix=_FIX,
                 options=self.adaptive.options,
             )
-        reduced, others, weights = self._evaluations[key].run(batch, forward, snapshot=snapshot)
+        reduced, others, logs.weights = self._evaluations[key].run(
+            batch, forward, snapshot=snapshot
+        )
         first_output = outputs[0]
         if len(outputs) == 1:
             # Return the output of the whole batch as it is.
-            _log_batch(module, logged, weights)
+            logs.log()
             return first_output.get(_ONLY, first_output)
-        means = {key: reduced[number] for number, key in enumerate(names[0])}
-        _log_batch(module, logged, weights, means=means)
+        logs.means = means = {key: reduced[number] for number, key in enumerate(names[0])}
+        logs.log()
         # Means that were only logged are not returned.
         joined = others | {key: mean for key, mean in means.items() if key in first_output}
         return joined.get(_ONLY, joined)
@@ -292,9 +286,47 @@ class AdaptiveCallback(Callback):
         self.teardown(trainer, pl_module, "fit")
 
 
-# The `log` calls of a micro-batch: value, metric (None if a value was logged) and keyword arguments
-# by name and number of earlier calls with this name.
-_Calls = dict[tuple[str, int], tuple[Any, Metric | None, dict[str, Any]]]
+class _ModuleLogs(PartLogs):
+    """Logs of a module. A call has its value, its metric (None if a value was logged) and its
+    keyword arguments; its key is the name and the number of earlier calls with this name.
+
+    Attributes:
+        means: values of the batch that are already reduced, by key.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        modules = [*module.modules()]
+        metrics = [each for each in modules if isinstance(each, Metric)]
+        others = [each for each in modules if not isinstance(each, Metric)]
+        super().__init__(module, [*others, SimpleNamespace(of=metrics)], skipped=_OF_MODULES)
+        self.means: Mapping[Any, torch.Tensor] = {}
+
+    def record(self, calls: dict[Any, Any], *arguments: Any, **given: Any) -> None:
+        keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
+        name, value = keywords.pop("name"), keywords.pop("value")
+        metric = None
+        if isinstance(value, Metric):
+            metric = value
+            # The value of the micro-batch; the metric itself accumulates over the epoch.
+            value = metric._forward_cache
+        if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
+            value = value.detach()
+        num_earlier = sum(name == logged_name for logged_name, _ in calls)
+        calls[name, num_earlier] = value, metric, keywords
+
+    def log_values(self, key: Any, calls: Sequence[Any], weights: Sequence[float]) -> None:
+        _, metric, keywords = calls[-1]
+        values = [value for value, _, _ in calls]
+        value = over_parts(values, weights, _reduction(metric, keywords))
+        if metric is not None:
+            # Lightning logs this value for the step and computes the epoch's from the state.
+            metric._forward_cache = value
+            value = metric
+        if keywords.get("batch_size") is not None:
+            num_rows = sum(given["batch_size"] for _, _, given in calls)
+            keywords = keywords | {"batch_size": num_rows}
+        name, _ = key
+        self.logger.log(name, self.means.get(key, value), **keywords)
 
 
 @dataclass(frozen=True)
@@ -302,18 +334,14 @@ class _Result:
     """Result of ``training_step`` for a micro-batch.
 
     Attributes:
-        num_rows: rows of the micro-batch.
-        weight: weight of its logged values.
+        rows: numbers of its rows in the batch.
         loss: loss, weighted by its share of the labels.
         outputs: other outputs.
-        logged: its ``log`` calls.
     """
 
-    num_rows: int
-    weight: float
+    rows: Sequence[int]
     loss: torch.Tensor | None
     outputs: dict[str, Any]
-    logged: _Calls
 
 
 def _run_part(
@@ -321,7 +349,7 @@ def _run_part(
     kwargs: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
     is_sum: bool,
-    restore_metrics_of_batch: Callable[[], None],
+    logs: _ModuleLogs,
     part: Part,
 ) -> _Result:
     """Run a micro-batch.
@@ -331,19 +359,11 @@ def _run_part(
         kwargs: arguments of ``training_step`` for the whole batch.
         optimizer: optimizer of the model.
         is_sum: whether the losses of micro-batches add up, without weights.
-        restore_metrics_of_batch: function that restores the metrics from before the batch.
+        logs: logs of the batch.
         part: micro-batch.
     """
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    module = trainer.lightning_module
-    is_counted = not part.is_trial and part.share > 0
-    if is_counted and part.is_first:
-        # An earlier attempt, which ran out of memory, may have updated the metrics.
-        restore_metrics_of_batch()
-    # Trials and the dummy micro-batch of a rank without rows leave the metrics as they are.
-    restore_metrics = None if is_counted else _save_metrics(module)
-    logged: _Calls = {}
-    with _logs_into(logged, module):
+    with logs.of_part(part, part.num_rows if is_sum else part.share):
         result = loop._training_step({**kwargs, "batch": part.batch})
         loss: torch.Tensor | None = result.closure_loss
         # The graph would keep the micro-batch's activations alive.
@@ -364,23 +384,16 @@ def _run_part(
                 with replaced(trainer.precision_plugin, **hooks):
                     backward(loss)
             loss = loss.detach()
-    if restore_metrics is not None:
-        restore_metrics()
-    return _Result(part.num_rows, part.num_rows if is_sum else part.share, loss, outputs, logged)
-
-
-def _save_metrics(module: LightningModule) -> Callable[[], None]:
-    """Return a function that restores the current state of a module's torchmetrics."""
-    return save_objects(each for each in module.modules() if isinstance(each, Metric))
+    return _Result(part.rows, loss, outputs)
 
 
 def _cannot_split(name: str, problem: str) -> DoesNotFitError:
     return DoesNotFitError(f"{name} ran out of memory, and cannot run in parts: {problem}; {_FIX}")
 
 
-def _means(output: Mapping[str, Any], calls: _Calls) -> dict[Any, Any]:
-    """Return the means over rows or labels that a step method returned, by name, or logged, by key
-    of :data:`_Calls`.
+def _means(output: Mapping[str, Any], calls: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the means over rows or labels that a step method returned, by name, or logged, by the
+    key of the call.
     """
     # A tensor with a dimension has one entry for each row, even if there is only one row.
     returned = {
@@ -453,26 +466,6 @@ def _as_bytes(value: Any) -> torch.Tensor:
     return tensor.view(torch.uint8).clone()
 
 
-@contextmanager
-def _logs_into(logged: _Calls, module: LightningModule) -> Iterator[None]:
-    """Collect the ``log`` calls of a module in `logged` instead of logging them."""
-
-    def log(name: str, value: Any, *arguments: Any, **given: Any) -> None:
-        keywords = dict(zip(_LOG_ARGUMENTS, arguments, strict=False)) | given
-        metric = None
-        if isinstance(value, Metric):
-            metric = value
-            # The value of the micro-batch; the metric itself accumulates over the epoch.
-            value = metric._forward_cache
-        if isinstance(value, torch.Tensor) and not keywords.get("enable_graph"):
-            value = value.detach()
-        num_earlier = sum(name == logged_name for logged_name, _ in logged)
-        logged[name, num_earlier] = value, metric, keywords
-
-    with replaced(module, log=log):
-        yield
-
-
 def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:
     """Return how the values of micro-batches are reduced to the value of the batch."""
     if metric is not None:
@@ -481,55 +474,36 @@ def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:
     return str(getattr(reduction, "__name__", reduction))
 
 
-def _log_batch(
-    module: LightningModule,
-    logged: Sequence[_Calls],
-    weights: Sequence[float],
-    *,
-    means: Mapping[Any, torch.Tensor] = MappingProxyType({}),
-) -> None:
-    """Reduce the values that the micro-batches logged, and log them once for the batch.
+def _joined(results: Sequence[_Result], num_rows: int) -> dict[str, Any]:
+    """Join the outputs of all micro-batches: put tensors with one entry per row in the order of the
+    batch, and keep the last micro-batch's value of all others.
 
     Args:
-        module: module that logs them.
-        logged: calls of each micro-batch.
-        weights: weight of each micro-batch.
-        means: values that are already reduced.
-    """
-    for key in dict.fromkeys(key for calls in logged for key in calls):
-        # A micro-batch may not have logged this value.
-        calls_of_key = [calls[key] for calls in logged if key in calls]
-        weights_of_key = [
-            weight for calls, weight in zip(logged, weights, strict=True) if key in calls
-        ]
-        values = [value for value, _, _ in calls_of_key]
-        _, metric, keywords = calls_of_key[-1]
-        value = over_parts(values, weights_of_key, _reduction(metric, keywords))
-        if metric is not None:
-            # Lightning logs this value for the step and computes the epoch's from the state.
-            metric._forward_cache = value
-            value = metric
-        if keywords.get("batch_size") is not None:
-            num_rows = sum(given["batch_size"] for _, _, given in calls_of_key)
-            keywords = keywords | {"batch_size": num_rows}
-        name, _ = key
-        module.log(name, means.get(key, value), **keywords)
+        results: results of the micro-batches with labels.
+        num_rows: rows of the batch.
 
-
-def _joined(results: Sequence[_Result]) -> dict[str, Any]:
-    """Join the outputs of all micro-batches: concatenate tensors with one entry per row, and keep
-    the last micro-batch's value of all others.
+    Raises:
+        SettingError: an output has entries for some rows of the batch only.
     """
     joined: dict[str, Any] = {}
     for name in dict.fromkeys(name for result in results for name in result.outputs):
         with_name = [result for result in results if name in result.outputs]
         values = [result.outputs[name] for result in with_name]
-        have_entry_per_row = all(
-            isinstance(value, torch.Tensor) and value.dim() and len(value) == result.num_rows
+        joined[name] = values[-1]
+        has_entry_per_row = all(
+            isinstance(value, torch.Tensor) and value.dim() and len(value) == len(result.rows)
             for value, result in zip(values, with_name, strict=True)
         )
-        if len(values) > 1 and have_entry_per_row:
-            joined[name] = torch.cat(values)
-        else:
-            joined[name] = values[-1]
+        rows = [row for result in with_name for row in result.rows]
+        if not has_entry_per_row:
+            continue
+        if len(rows) < num_rows:
+            raise SettingError(
+                "training_step",
+                f"output {name} with an entry for {len(rows)} of {count(num_rows, 'row')}",
+                "it does not run for micro-batches without labels; return means, or leave this"
+                " output out",
+            )
+        if len(values) > 1:
+            joined[name] = torch.cat(values)[torch.tensor(rows).argsort()]
     return joined

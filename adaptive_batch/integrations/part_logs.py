@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import re
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache, partial
+from itertools import chain
 from numbers import Real
+from types import NoneType
 from typing import Any
 
 import torch
+from torch import nn
 
 from adaptive_batch._util import replaced
 from adaptive_batch.training import Part
 
-# Attributes of TRL's trainers that hold metrics: lists with one number per batch.
-_LISTS = ("_metrics", "_stored_metrics")
+log = logging.getLogger("adaptive_batch")
 
-# Types of values in metric attributes.
-_VALUES = (int, float, str, torch.Tensor)
+# Types of values that are saved.
+_SCALARS = (int, float, bool, str, NoneType)
+_VALUES = (*_SCALARS, torch.Tensor, dict, list, deque)
+# Larger tensors in attributes, such as copies of weights, are not saved.
+_MOST_ELEMENTS = 2**16
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "min": min, "max": max}
 _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
@@ -48,86 +54,96 @@ def is_number(value: Any) -> bool:
     return isinstance(value, Real) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
-def _reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
+def reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -> Any:
     """Reduce by minimum or maximum if `name` has that word, by the weighted mean otherwise."""
     extreme = _EXTREME.search(name)
     return over_parts(values, weights, extreme[1].lower() if extreme else "mean")
 
 
-def merge_lists(lists: Any, before: Any, weights: Sequence[float], *, name: str = "") -> None:
-    """Replace the numbers that micro-batches appended to lists by one number per list.
-
-    Args:
-        lists: a list, or nested mappings of lists.
-        before: copy of `lists` from before the micro-batches; None if it did not exist.
-        weights: weight of each micro-batch.
-        name: name of the list.
-    """
-    if isinstance(lists, Mapping):
-        for key, item in lists.items():
-            merge_lists(item, (before or {}).get(key), weights, name=str(key))
-    elif isinstance(lists, list):
-        appended = lists[len(before or ()) :]
-        # A list with more numbers than micro-batches does not hold one number per batch.
-        if 1 < len(appended) <= len(weights) and all(map(is_number, appended)):
-            # If only some micro-batches appended a number, their weights are unknown.
-            own_weights = weights if len(appended) == len(weights) else [1.0] * len(appended)
-            lists[-len(appended) :] = [_reduce_by_name(name, appended, own_weights)]
-
-
 class PartLogs:
-    """Logs and metric attributes of a trainer during the micro-batches of one batch.
+    """Logs and attributes of a trainer or module during the micro-batches of one batch.
 
-    Metric attributes of the trainer and of its state hold numbers, texts, tensors and metric
-    objects (with `update` and `compute`), also nested in mappings and lists.
+    Saved attributes are numbers, texts, tensors, lists, dictionaries and metric objects (with
+    `update` and `compute`). A subclass defines :meth:`record` and :meth:`log_values`.
 
     Args:
-        trainer: trainer with a method ``log`` for a mapping of values by name.
+        logger: trainer or module with the method ``log``.
+        holders: objects whose attributes are saved.
+        skipped: names of attributes that are not saved.
+        merged: names of attributes whose lists have one number per batch.
 
     Attributes:
         weights: weight of each micro-batch so far.
+        calls: ``log`` calls of each micro-batch, by a key that matches those of others.
     """
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(
+        self,
+        logger: Any,
+        holders: Sequence[Any],
+        *,
+        skipped: Collection[str],
+        merged: Collection[str] = (),
+    ) -> None:
+        self.logger = logger
+        self._holders = holders
+        self._skipped = skipped
+        self._merged = merged
         self.weights: list[float] = []
-        # The `log` calls of each micro-batch.
-        self._calls: list[list[dict[str, Any]]] = []
-        self._lists_before = {name: _copy(vars(trainer).get(name)) for name in _LISTS}
+        self.calls: list[dict[Any, Any]] = []
+        # Lengths of lists by identity. `_undo` keeps the lists alive and restores them in place.
+        self._lengths = {id(each): len(each) for _, each in self._lists()}
         self._undo = self.snapshot()
 
+    def record(self, calls: dict[Any, Any], *arguments: Any, **keywords: Any) -> None:
+        """Add a call of ``log`` to the calls of a micro-batch."""
+        raise NotImplementedError
+
+    def log_values(self, key: Any, calls: Sequence[Any], weights: Sequence[float]) -> None:
+        """Log the value of the batch.
+
+        Args:
+            key: key of the calls.
+            calls: calls of the micro-batches that have one with this key.
+            weights: weights of these micro-batches.
+        """
+        raise NotImplementedError
+
+    def _attributes(self, holder: Any) -> dict[str, Any]:
+        return {
+            name: value
+            for name, value in vars(holder).items()
+            if name not in self._skipped and (isinstance(value, _VALUES) or _is_metric(value))
+        }
+
+    def _lists(self) -> Iterator[tuple[Sequence[str], list[Any]]]:
+        """Yield each list in the attributes with the names that lead to it."""
+        for holder in self._holders:
+            yield from _lists_in((type(holder).__name__,), self._attributes(holder))
+
     def snapshot(self) -> Callable[[], None]:
-        """Return a function that restores the current logs and metric attributes."""
-        calls, weights = [*self._calls], [*self.weights]
-        holders = (self._trainer, self._trainer.state)
-        saved = [_copy(_metrics_of(holder)) for holder in holders]
-        restore_objects = save_objects(filter(_is_object, leaves(saved)))
+        """Return a function that restores the current logs and attributes."""
+        calls, weights = [*self.calls], [*self.weights]
+        saved = [(holder, self._attributes(holder)) for holder in self._holders]
+        restore_values = [_save(attributes) for _, attributes in saved]
 
         def restore() -> None:
-            self._calls, self.weights = [*calls], [*weights]
-            for holder, metrics in zip(holders, saved, strict=True):
-                for name in _metrics_of(holder):
-                    delattr(holder, name)
-                vars(holder).update(_copy(metrics))
-            restore_objects()
+            self.calls, self.weights = [*calls], [*weights]
+            for restore_attributes in restore_values:
+                restore_attributes()
+            for holder, attributes in saved:
+                for name in self._attributes(holder):
+                    del vars(holder)[name]
+                vars(holder).update(attributes)
 
         return restore
 
     @contextmanager
     def collect(self) -> Iterator[None]:
         """Collect the ``log`` calls of a micro-batch instead of logging them."""
-        calls: list[dict[str, Any]] = []
-        self._calls.append(calls)
-
-        def log(values: Mapping[str, Any], *_: Any, **__: Any) -> None:
-            calls.append(
-                {
-                    name: value.detach() if isinstance(value, torch.Tensor) else value
-                    for name, value in values.items()
-                }
-            )
-
-        with replaced(self._trainer, log=log):
+        calls: dict[Any, Any] = {}
+        self.calls.append(calls)
+        with replaced(self.logger, log=partial(self.record, calls)):
             yield
 
     @contextmanager
@@ -150,66 +166,102 @@ class PartLogs:
 
     def log(self) -> None:
         """Reduce the logs and list entries of the micro-batches to one value for the batch."""
-        for name, before in self._lists_before.items():
-            merge_lists(vars(self._trainer).get(name), before, self.weights)
-        # The weights and values of the calls of different micro-batches that match: they have the
-        # same position among the calls of their micro-batch, and the same names.
-        matching: defaultdict[Any, list[tuple[float, Mapping[str, Any]]]] = defaultdict(list)
-        for weight, calls in zip(self.weights, self._calls, strict=True):
-            for position, values in enumerate(calls):
-                matching[position, tuple(values)].append((weight, values))
-        for (_, names), pairs in matching.items():
-            weights = [weight for weight, _ in pairs]
-            self._trainer.log(
-                {
-                    name: _reduce_by_name(name, [values[name] for _, values in pairs], weights)
-                    for name in names
-                }
-            )
+        for (holder, attribute, *keys), each in self._lists():
+            num_before = self._lengths.get(id(each), 0)
+            appended = each[num_before:]
+            is_one_each = len(appended) == len(self.weights)
+            # A list with more numbers than micro-batches does not hold one number per batch.
+            if not 1 < len(appended) <= len(self.weights) or not all(map(is_number, appended)):
+                continue
+            if attribute in self._merged:
+                # If only some micro-batches appended a number, their weights are unknown.
+                weights = self.weights if is_one_each else [1.0] * len(appended)
+                name = keys[-1] if keys else attribute
+                each[num_before:] = [reduce_by_name(name, appended, weights)]
+            elif is_one_each:
+                _warn_of_list(f"{holder}.{attribute}")
+        for key in dict.fromkeys(chain(*self.calls)):
+            with_key = [
+                (calls[key], weight)
+                for calls, weight in zip(self.calls, self.weights, strict=True)
+                if key in calls
+            ]
+            self.log_values(key, *zip(*with_key, strict=True))
 
 
-def save_objects(objects: Iterable[Any]) -> Callable[[], None]:
-    """Return a function that restores the current attributes of metric objects."""
+def _lists_in(names: Sequence[str], value: Any) -> Iterator[tuple[Sequence[str], list[Any]]]:
+    if isinstance(value, list):
+        yield names, value
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _lists_in((*names, str(name)), item)
 
-    def copied(attributes: Mapping[str, Any]) -> dict[str, Any]:
-        copies: dict[str, Any] = {}
-        for name, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                # An object may change its tensors in place.
-                copies[name] = value.clone()
-            elif isinstance(value, list) and set(map(type, value)) <= {torch.Tensor}:
-                # Objects only append to lists of tensors, which may become long.
-                copies[name] = [*value]
-            else:
-                copies[name] = _copy(value)
-        return copies
 
-    saved = [(each, copied(vars(each))) for each in objects]
+@cache
+def _warn_of_list(name: str) -> None:
+    log.warning(
+        "%s got one number for each micro-batch, not for each batch, so its mean is not that of the"
+        " batches; log the number with self.log, or update a torchmetrics metric",
+        name,
+    )
+
+
+def _save(values: dict[str, Any]) -> Callable[[], None]:
+    """Return a function that restores the contents of a dictionary and of all containers and
+    metric objects in it, which keep their identity.
+    """
+    saved = []
+    for container, is_metric in _containers_in(values):
+        contents: Any = [*container]
+        copies: dict[Any, tuple[torch.Tensor, int | None]] = {}
+        if isinstance(container, dict):
+            contents = {**container}
+            for name, item in container.items():
+                # Other tensors, and those in lists, do not change in place, and take much memory.
+                is_tensor = isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)
+                if is_tensor and (is_metric or item.numel() <= _MOST_ELEMENTS):
+                    copies[name] = item.clone(), _num_changes(item)
+        saved.append((container, contents, copies))
 
     def restore() -> None:
-        for each, attributes in saved:
-            vars(each).update(copied(attributes))
+        for container, contents, copies in saved:
+            container.clear()
+            if not isinstance(container, dict):
+                container.extend(contents)
+                continue
+            container.update(contents)
+            for name, (copied, num_changes) in copies.items():
+                if num_changes is None or _num_changes(contents[name]) != num_changes:
+                    container[name] = copied.clone()
 
     return restore
 
 
-def _metrics_of(holder: Any) -> dict[str, Any]:
-    """Return the metric attributes of a trainer or of its state, except its long list of logs."""
-    return {
-        name: value
-        for name, value in vars(holder).items()
-        if name != "log_history"
-        and all(isinstance(leaf, _VALUES) or _is_object(leaf) for leaf in leaves(value))
-    }
+def _num_changes(tensor: torch.Tensor) -> int | None:
+    """Return the number of changes in place; None if PyTorch does not count them."""
+    return None if tensor.is_inference() else tensor._version
 
 
-def _is_object(value: Any) -> bool:
+def _containers_in(value: Any, is_metric: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the containers in a value, and whether they belong to a metric object."""
+    if _is_metric(value):
+        value, is_metric = vars(value), True
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list | deque):
+        # A list may be long.
+        has_only_scalars = set(map(type, value)) <= {*_SCALARS, torch.Tensor, nn.Parameter}
+        items = () if has_only_scalars else value
+    else:
+        return
+    yield value, is_metric
+    for item in items:
+        yield from _containers_in(item, is_metric)
+
+
+def _is_metric(value: Any) -> bool:
     return all(hasattr(value, name) for name in ("update", "compute", "__dict__"))
-
-
-def _copy(value: Any) -> Any:
-    """Copy nested mappings and lists, but not the values in them."""
-    return copy.deepcopy(value, {id(leaf): leaf for leaf in leaves(value)})
 
 
 def leaves(value: Any) -> Iterator[Any]:

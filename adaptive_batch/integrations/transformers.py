@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, reduce, wraps
 from inspect import signature
@@ -30,7 +30,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import PartLogs
+from .part_logs import PartLogs, reduce_by_name
 from .transformers_batches import Growth, by_pairs, refuse_saved_growth, stacks_pairs
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer", "adopt"]
@@ -39,12 +39,40 @@ log = logging.getLogger("adaptive_batch")
 
 # Losses of TRL's GRPOTrainer that are divided by the tokens of the whole step.
 _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
+# Losses of TRL's trainers that compare the rows of a batch: AOT sorts them, and KTO subtracts their
+# mean KL divergence.
+_COMPARE_ROWS = ("aot", "aot_pair", "aot_unpaired", "kto")
+# Attributes of TRL's trainers that hold metrics: lists with one number per batch.
+_METRICS = ("_metrics", "_stored_metrics")
 # Modules whose `_prepare_inputs` truncates inputs to the longest answer: called per micro-batch.
 _CUT_INPUTS = ("swift.trainers.seq2seq_trainer",)
 
 
 class _Step(AdaptiveStep):
     terms = replace(TERMS, function="compute_loss")
+
+
+class _TrainerLogs(PartLogs):
+    def __init__(self, trainer: Trainer) -> None:
+        holders = (trainer, trainer.state)
+        super().__init__(trainer, holders, skipped=("log_history",), merged=_METRICS)
+
+    def record(self, calls: dict[Any, Any], *arguments: Any, **_: Any) -> None:
+        values: Mapping[str, Any] = arguments[0]
+        # Calls of micro-batches match if they have the same position and the same names.
+        calls[len(calls), tuple(values)] = {
+            name: value.detach() if isinstance(value, torch.Tensor) else value
+            for name, value in values.items()
+        }
+
+    def log_values(self, key: Any, calls: Sequence[Any], weights: Sequence[float]) -> None:
+        _, names = key
+        self.logger.log(
+            {
+                name: reduce_by_name(name, [values[name] for values in calls], weights)
+                for name in names
+            }
+        )
 
 
 class AdaptiveTrainer(Trainer):
@@ -211,7 +239,7 @@ class AdaptiveTrainer(Trainer):
         model.train()
         batch, prepare_part = self._prepare_batch(inputs)
         self._num_items_in_step = num_items_in_batch
-        self._part_logs = logs = PartLogs(self)
+        self._part_logs = logs = _TrainerLogs(self)
         with replaced(self, _prepare_inputs=prepare_part):
             step = self._step_of(model)
             losses = step(batch)
@@ -245,12 +273,27 @@ class AdaptiveTrainer(Trainer):
             if self.is_deepspeed_enabled:
                 raise SettingError("deepspeed", "enabled", "it reduces gradients itself; use FSDP2")
             adaptive = self._arguments
+            self._refuse_comparing_loss(adaptive)
             run_part: Any = partial(self._run_part, model, adaptive.loss_reduction == "sum")
             run_part.__name__ = f"{type(self).__name__}.compute_loss"
             self.adaptive_step = step = adaptive.new_step(_Step, model, run_part)
             self._adaptive_of_step = self.adaptive
             self._find_bound(step)
         return step
+
+    def _refuse_comparing_loss(self, adaptive: AdaptiveArguments) -> None:
+        """Raise SettingError if a batch may be split and TRL's loss compares its rows."""
+        losses = getattr(self, "loss_type", getattr(self.args, "loss_type", None))
+        for loss in losses if isinstance(losses, list) else [losses]:
+            # TRL before 0.29 subtracts a running mean of the rewards of batches.
+            has_running_mean = loss == "bco_pair" and hasattr(self, "running")
+            if adaptive.may_split and (loss in _COMPARE_ROWS or has_running_mean):
+                remedy = (
+                    "it compares the rows of a batch, so no batch may be split; give"
+                    " AdaptiveArguments no micro-batch size, and"
+                    ' options=StepOptions(on_out_of_memory="raise")'
+                )
+                raise SettingError("loss_type", loss, remedy)
 
     @property
     def _arguments(self) -> AdaptiveArguments:
@@ -338,7 +381,7 @@ class AdaptiveTrainer(Trainer):
     ) -> tuple[Any, ...]:
         """Return the result of ``prediction_step``: loss, logits and labels of a batch."""
         batch, prepare_part = self._prepare_batch(inputs)
-        logs = PartLogs(self)
+        logs = _TrainerLogs(self)
         count_labels = self._get_num_items_in_batch
 
         @cache

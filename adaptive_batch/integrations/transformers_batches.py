@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from adaptive_batch import distributed
+from adaptive_batch._util import check_built_alike
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveRate, RowsOfBatch, SplitBatch
@@ -99,12 +100,16 @@ class Growth(TrainerCallback):
         """Restore the position in the data from a checkpoint.
 
         Raises:
-            SettingError: the checkpoint has no position, or belongs to other batches.
+            SettingError: the checkpoint has no position, or belongs to other batches or another
+                `lr_scaling`.
         """
         saved = state.stateful_callbacks.get(_STATE)
         if saved is None:
             remedy = "it was saved without batch_increase_function; resume without it"
             raise SettingError("resume_from_checkpoint", f"step {state.global_step}", remedy)
+        saved = {"lr_scaling": self._lr_scaling, **saved}
+        own = {"lr_scaling": self._lr_scaling}
+        check_built_alike(own, saved, what="trainer", sets_batch="")
         self.batches.load_state_dict(saved)
 
     def set_rate(self, optimizer: Optimizer) -> None:
@@ -122,7 +127,8 @@ class Growth(TrainerCallback):
     ) -> None:
         self.batches.step()
         state.epoch = self.batches.progress.epochs
-        state.stateful_callbacks[_STATE] = self.batches.state_dict()
+        saved = {**self.batches.state_dict(), "lr_scaling": self._lr_scaling}
+        state.stateful_callbacks[_STATE] = saved
 
 
 def refuse_saved_growth(state: TrainerState) -> None:

@@ -70,7 +70,9 @@ def build_rate(
         total_steps=total_steps,
     )
     if saved is not None:
-        rate.load_state_dict(saved)
+        # A resumed run may scale in another way; ResumedRun logs the change.
+        own = rate.state_dict()
+        rate.load_state_dict({**saved, "rule": own["rule"], "reference": own["reference"]})
     return rate
 
 

@@ -490,10 +490,10 @@ class AdaptiveLoop:
         self._waiting.clear()
         self._has_reported_start = False
         self._step.load_state_dict(state["step"])
-        self._rate.load_state_dict(state["rate"])
         if state["rate"]["reference"]:
             # The reference depends on the number of ranks at the start of training.
             self._rate.reference = ReferenceBatch(**state["rate"]["reference"])
+        self._rate.load_state_dict(state["rate"])
 
 
 def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:

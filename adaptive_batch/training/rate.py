@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_choice, check_state
+from adaptive_batch._util import check_built_alike, check_choice, check_state
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     RULES,
@@ -332,8 +332,13 @@ class AdaptiveRate:
         """Resume from a saved state.
 
         Raises:
-            SettingError: the state is not that of an AdaptiveRate.
+            SettingError: the state is not that of an AdaptiveRate, or its `lr_scaling` or
+                `reference_batch_size` differ.
         """
-        check_state(state, ("clock", "steps"), owner="a rate")
+        check_state(state, ("rule", "reference", "clock", "steps"), owner="a rate")
+        saved_reference = state["reference"] and ReferenceBatch(**state["reference"])
+        own = {"lr_scaling": self._lr_scaling, "reference_batch_size": str(self.reference)}
+        saved = {"lr_scaling": state["rule"], "reference_batch_size": str(saved_reference)}
+        check_built_alike(own, saved, what="rate", sets_batch="")
         self._training_clock.load_state_dict(state["clock"])
         self._num_set = state["steps"]

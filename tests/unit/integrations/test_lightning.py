@@ -162,6 +162,61 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
         assert own_trainer.callback_metrics[name] == pytest.approx(value.item(), rel=1e-5), name
 
 
+class Keeps(Module):
+    """Returns and keeps numbers of a batch; rows of class 0 have no label."""
+
+    def __init__(self, *, only_means=False, **keywords):
+        super().__init__(**keywords)
+        self.only_means = only_means
+        self.outputs, self.num_rows = [], {"train": torch.zeros(1)}
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch["inputs"], batch["labels"]
+        if self.limit and len(inputs) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        loss = cross_entropy(self.layers(inputs), targets)
+        self.outputs.append(loss.item())
+        self.num_rows["train"] += len(inputs)
+        return {"loss": loss} if self.only_means else {"loss": loss, "inputs": inputs}
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if not self.only_means:
+            assert torch.equal(outputs["inputs"], batch["inputs"])
+
+
+def kept(module, folder, adaptive, *, without_labels=False):
+    def collate(pairs):
+        inputs, targets = map(torch.stack, zip(*pairs, strict=True))
+        mask = torch.arange(8) <= targets[:, None] + inputs[:, :1].abs()
+        labels = targets.masked_fill(targets == 0, -100) if without_labels else targets
+        return {"inputs": inputs, "labels": labels, "attention_mask": mask.long()}
+
+    trainer = trainer_in(folder, [AdaptiveCallback(adaptive)], max_epochs=1)
+    trainer.fit(module, DataLoader(rows(), batch_size=13, collate_fn=collate))
+    return module
+
+
+def test_outputs_per_row_are_in_the_order_of_the_batch_or_refused(tmp_path):
+    kept(Keeps(), tmp_path, AdaptiveArguments(micro_batch_tokens=20))
+    adaptive = AdaptiveArguments(micro_batch_size=1)
+    message = r"training_step='output inputs with an entry for \d+ of 13 rows': .*; return means"
+    with pytest.raises(SettingError, match=message):
+        kept(Keeps(), tmp_path, adaptive, without_labels=True)
+    kept(Keeps(only_means=True), tmp_path, adaptive, without_labels=True)
+
+
+@pytest.mark.parametrize("limit", [None, 4])
+def test_attributes_have_no_trace_of_trials_and_failed_attempts(tmp_path, limit, caplog):
+    class KeepsLosses(Keeps):
+        pass
+
+    adaptive = AdaptiveArguments(micro_batch_size="auto", row_length=1)
+    module = kept(KeepsLosses(limit=limit), tmp_path, adaptive)
+    assert module.num_rows["train"] == NUM_ROWS
+    assert len(module.outputs) == (8 if limit else 2)
+    assert ("KeepsLosses.outputs got one number for each micro-batch" in caplog.text) == bool(limit)
+
+
 class Sums(Module):
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
@@ -269,7 +324,11 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
 class Evaluates(LogsMetrics):
     """Logs the same in an evaluation, and returns outputs."""
 
-    kind = ""
+    kind = "counter"
+
+    def __init__(self, **keywords):
+        super().__init__(**keywords)
+        self.counts = {"rows": 0}
 
     def validation_step(self, batch, batch_idx):
         loss = self.training_step(batch, batch_idx)["loss"]
@@ -310,6 +369,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
         (found,) = evaluated(ours, tmp_path, run)
         assert found == pytest.approx(expected, rel=1e-5)
         assert ours.losses == pytest.approx(plain.losses, rel=1e-5)
+        assert ours.counts == plain.counts
     expected = torch.cat(evaluated(Evaluates(), tmp_path, "predict"))
     torch.testing.assert_close(torch.cat(evaluated(ours, tmp_path, "predict")), expected)
 
@@ -319,7 +379,6 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
     [
         ("metric", "it changes an attribute, or counts batches in a metric"),
         ("list", "it changes an attribute, or counts batches in a metric"),
-        ("counter", "it changes an attribute, or counts batches in a metric"),
         ("buffer", "it changes an attribute, or counts batches in a metric"),
         ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
         ("names", "it logs or returns other names for other rows"),
@@ -328,7 +387,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
 )
 def test_evaluations_whose_parts_have_other_results_are_refused(tmp_path, kind, message):
     module = Evaluates(limit=4)
-    module.kind, module.counts = kind, {"rows": 0}
+    module.kind = kind
     module.register_buffer("buffer", torch.zeros(()))
     with pytest.raises(DoesNotFitError, match=f"{message}; lower batch_size of the DataLoader"):
         evaluated(module, tmp_path, "validate")

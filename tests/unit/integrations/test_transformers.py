@@ -463,6 +463,23 @@ def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
     )
 
 
+@pytest.mark.parametrize("losses", ["kto", ["sigmoid", "aot"]])
+def test_a_loss_of_trl_that_compares_rows_is_refused_before_the_first_step(tmp_path, losses):
+    kind = type("Compares", (AdaptiveTrainer,), {"loss_type": losses})
+    for adaptive in (
+        AdaptiveArguments(),
+        AdaptiveArguments(micro_batch_size=8, options=StepOptions(on_out_of_memory="raise")),
+    ):
+        trainer = trainer_of(kind, tmp_path, adaptive=adaptive)
+        name = losses if isinstance(losses, str) else losses[-1]
+        message = f'^loss_type={name!r}: .* options=StepOptions.on_out_of_memory="raise"'
+        with pytest.raises(SettingError, match=message):
+            trainer.train()
+        assert trainer.adaptive_step is None
+    adaptive = AdaptiveArguments(options=StepOptions(on_out_of_memory="raise"))
+    assert trained(kind, tmp_path, adaptive=adaptive).losses == trained(Trainer, tmp_path).losses
+
+
 class DataCollatorForPreference:
     """Named and laid out as TRL's: all chosen rows of a batch, then all rejected ones."""
 
@@ -718,6 +735,9 @@ def test_arguments_that_do_not_go_with_a_growing_batch_are_refused(tmp_path):
     checkpoint = str(tmp_path / "grown" / "checkpoint-3")
     with pytest.raises(SettingError, match="its batch grew; give AdaptiveArguments the same"):
         trained(AdaptiveTrainer, tmp_path, resume=checkpoint)
+    adaptive = AdaptiveArguments(**GROWS | {"lr_scaling": "linear"})
+    with pytest.raises(SettingError, match=r"^lr_scaling='linear': .* built with sqrt; resume"):
+        trained(AdaptiveTrainer, tmp_path, resume=checkpoint, adaptive=adaptive)
 
 
 def llama_whose_rows_differ():

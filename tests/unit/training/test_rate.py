@@ -75,6 +75,16 @@ def test_optimizers_rows_and_states_of_another_type_are_refused():
             rate.load_state_dict(state)
 
 
+def test_a_rate_that_was_scaled_in_another_way_is_not_resumed():
+    saved = linear(optimizer(0.1)).state_dict()
+    rate = linear(optimizer(0.1), None, "sqrt")
+    with pytest.raises(SettingError, match=r"^lr_scaling='sqrt': .* built with linear; resume"):
+        rate.load_state_dict(saved)
+    rate = AdaptiveRate(optimizer(0.1), lr_scaling="linear", reference_batch_size=3)
+    with pytest.raises(SettingError, match=r"^reference_batch_size='3 rows': .* built with"):
+        rate.load_state_dict(saved)
+
+
 class Recording(SGD):
     """Records the rates that its last step had."""
 
