@@ -568,16 +568,16 @@ class Batches(Sampler[list[int]]):
         self._ahead.clear()
         if not self._is_begun:
             self.begin_epoch()
-        num_rows = len(self._rows)
-        if self._order_of is None and num_rows != self.num_rows:
-            remedy = f"it had {self.num_rows} when training began; keep its length"
-            raise SettingError("dataset", count(num_rows, "row"), remedy)
         epoch = self._progress.epoch
         # A run that resumes within an epoch has logged them before.
         if self.batching.batch_tokens and not self._progress.epoch_rows:
             for message, rows in self._epoch.dropped_rows():
                 self._event("dropped", message, epoch=epoch, rows=rows)
         while self._progress.epoch == epoch:
+            num_rows = len(self._rows)
+            if self._order_of is None and num_rows != self.num_rows:
+                remedy = f"it had {self.num_rows} when training began; keep its length"
+                raise SettingError("dataset", count(num_rows, "row"), remedy)
             # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
             progress = self.newest.after if self._ahead else self.progress
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)

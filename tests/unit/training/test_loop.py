@@ -88,6 +88,15 @@ def test_a_dataset_that_grows_in_training_is_refused():
         next(iter(one.loop))
 
 
+def test_a_dataset_that_shrinks_within_an_epoch_is_refused_before_the_next_step():
+    rows = list(ROWS)
+    steps = iter(training(rows=rows).loop)
+    next(steps)
+    rows.pop()
+    with pytest.raises(SettingError, match=rf"dataset='{len(rows)} rows': it had {len(ROWS)} when"):
+        next(steps)
+
+
 def spoiled(at: int, **options: Any) -> SimpleNamespace:
     """Training whose loss is NaN when it is computed for the so-manieth time."""
     model, calls = Decoder(), []
