@@ -12,10 +12,11 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +31,8 @@ T = TypeVar("T")
 
 # Seconds between two log lines of progress without a terminal.
 SECONDS_BETWEEN_LINES = 10.0
+# Held while functions of torch are replaced, which all threads call.
+one_thread = threading.RLock()
 # Limit of hashed files; hashing 64 MiB takes about 0.1 s.
 HASHED_BYTES = 64 * 2**20
 # Limit of rows, tokens and steps: beyond any training run, and products of two stay far from
@@ -272,22 +275,55 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
             del attributes[name]
 
 
+def belongs_to(thread: threading.Thread) -> bool:
+    """Return whether this code runs in a thread, or in one that torch has started for it, such as
+    those of backward.
+    """
+    current = threading.current_thread()
+    # Python did not start torch's threads, so they are dummies to it.
+    return current is thread or isinstance(current, threading._DummyThread)
+
+
+@contextmanager
+def replaced_for_thread(module: Any, **functions: Callable[..., Any]) -> Iterator[None]:
+    """Replace functions of a module in this context for this thread. Other threads of Python call
+    the former functions, and wait here to replace any themselves.
+    """
+    thread = threading.current_thread()
+
+    def for_thread(function: Callable[..., Any], former: Callable[..., Any]) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            chosen = function if belongs_to(thread) else former
+            return chosen(*arguments, **keywords)
+
+        return call
+
+    with one_thread:
+        replacements = {
+            name: for_thread(function, vars(module)[name]) for name, function in functions.items()
+        }
+        with replaced(module, **replacements):
+            yield
+
+
 @contextmanager
 def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> Iterator[None]:
-    """Enter each ``torch.autocast`` inside the context manager `around(autocast)`."""
+    """Enter each ``torch.autocast`` of this thread inside the context `around(autocast)`."""
     import torch
 
+    thread = threading.current_thread()
     enter: Callable[[Any], Any] = torch.autocast.__enter__
 
     def entered(autocast: Any) -> Any:
-        with around(autocast):
+        with around(autocast) if belongs_to(thread) else nullcontext():
             return enter(autocast)
 
-    torch.autocast.__enter__ = entered  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.autocast.__enter__ = enter  # type: ignore[method-assign]
+    with one_thread:
+        torch.autocast.__enter__ = entered  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            torch.autocast.__enter__ = enter  # type: ignore[method-assign]
 
 
 def nearest(name: str, names: list[str]) -> str:

@@ -39,7 +39,7 @@ from adaptive_batch.data import (
     split_by_rows,
 )
 from adaptive_batch.distributed import sharding_of
-from adaptive_batch.errors import SettingError
+from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import device_memory, expand_segments_in_script
 from adaptive_batch.probe import ProbeResult
 
@@ -181,7 +181,13 @@ class PartStep(Step):
         if self._records_collectives:
             self.record_collectives_of(rows)
         weighting = LabelShares(self, rows)
-        return self.run_step(weighting, self.agree_on_plan(weighting, report))
+        try:
+            return self.run_step(weighting, self.agree_on_plan(weighting, report))
+        except DoesNotFitError as error:
+            if "kept whole" not in rows.treatment:
+                raise
+            # A value that should be divided may be what does not fit.
+            raise DoesNotFitError(f"{error}; of the batch, {rows.treatment}") from error
 
     def num_labels(self, batch: Any, num_rows: int) -> float:
         """Return the number of labels of a batch of `num_rows` rows, or the sum of their weights.
@@ -338,14 +344,13 @@ class LabelShares(Weighting[list[Any]]):
         if plan.number > 1:
             # The check decides which of the two counts is right.
             step.check.check(self._rows, own, candidates, num_parts=plan.number)
-        counts = [
-            including if step.check.counts_first_label else without
-            for without, including in candidates
-        ]
+        counts = [step.check.count(*labels) for labels in candidates]
         total: float = sum(counts)
         if step.counts_over_ranks:
             # FSDP takes the mean over ranks.
             total = sum(distributed.all_gather(total)) / distributed.world_size()
+        if not total:
+            step.check.warn("labels", "a batch has no labels, so its parts do not run")
         # A part without labels runs no loss, but its statistics may count.
         with_labels = [number for number, count in enumerate(counts) if count]
         parts: list[Part | None] = [None] * plan.number

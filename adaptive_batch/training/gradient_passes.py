@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn import functional
 
 from adaptive_batch import distributed
-from adaptive_batch._util import around_autocast, count, replaced
+from adaptive_batch._util import around_autocast, count, replaced, replaced_for_thread
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
 from .model_checks import is_batch_norm
-from .parts import BatchSource, LabelCounter, Part, shares_of
+from .parts import BatchSource, LabelCounter, Part
 
 if TYPE_CHECKING:
     from .adaptive_step import PartStep
@@ -103,15 +103,36 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
             if replacements:
                 stack.enter_context(replaced(module, **replacements))
         stack.enter_context(
-            replaced(
+            replaced_for_thread(
                 functional,
                 scaled_dot_product_attention=attention_without_dropout,
                 batch_norm=batch_norm_with_running_statistics,
                 **dict.fromkeys(_DROPOUTS, _identity),
             )
         )
-        stack.enter_context(replaced(torch, dropout=_identity))
+        stack.enter_context(replaced_for_thread(torch, dropout=_identity))
         yield
+
+
+@contextmanager
+def without_auxiliary_loss(model: nn.Module) -> Iterator[float]:
+    """Context manager: set the coefficients of a mixture of experts' auxiliary loss to 0. Yield the
+    largest of them; 0 without one.
+    """
+    largest = 0.0
+    with ExitStack() as stack:
+        for module in model.modules():
+            # Models of transformers have the coefficient, and their config may have it too.
+            for owner in (module, getattr(module, "config", None)):
+                coefficients = {
+                    name: value
+                    for name, value in getattr(owner, "__dict__", {}).items()
+                    if "aux_loss" in name and type(value) is float
+                }
+                if coefficients:
+                    largest = max(largest, *coefficients.values())
+                    stack.enter_context(replaced(owner, **dict.fromkeys(coefficients, 0.0)))
+        yield largest
 
 
 @contextmanager
@@ -160,17 +181,13 @@ class Sample:
         """Return the sample whose parts keep all columns."""
         return replace(self, batch=self.batch.uncut())
 
-    def shares(self, labels: LabelCounter, *, counts_first: bool) -> tuple[float, ...]:
-        """Return the share of each part in the labels; 0 for a part without labels."""
-        counts = []
-        for part in self.parts:
-            num_labels = 0.0
-            # A rank without rows has empty parts.
-            if part:
-                batch = self.batch.part(part)
-                num_labels = labels.count(batch, len(part), counts_first=counts_first)
-            counts.append(num_labels)
-        return shares_of(counts)
+    def labels(self, counter: LabelCounter) -> list[tuple[float, float]]:
+        """Return the number of labels of each part without and with the first label of each row."""
+        # A rank without rows has empty parts.
+        return [
+            counter.candidates(self.batch.part(part), len(part)) if part else (0, 0)
+            for part in self.parts
+        ]
 
 
 @dataclass(frozen=True)
@@ -272,8 +289,8 @@ class GradientPasses:
     def compare(
         self,
         sample: Sample,
+        shares: tuple[float, ...],
         *,
-        counts_first: bool,
         by_row: bool = False,
         accumulates: bool = True,
     ) -> Comparison | None:
@@ -283,7 +300,7 @@ class GradientPasses:
 
         Args:
             sample: rows and their parts.
-            counts_first: whether the first label of each row counts.
+            shares: share of each part in the labels; they sum to 1, or to 0 without labels.
             by_row: whether each row draws its random numbers with its own seed.
             accumulates: whether the second part adds to the gradients of the first, as in training.
 
@@ -293,8 +310,6 @@ class GradientPasses:
         Raises:
             SettingError: the function failed.
         """
-        shares = sample.shares(self._step.labels, counts_first=counts_first)
-        # The shares sum to 1, or to 0 without labels.
         whole = Pass(sample.batch.uncut(), sample.rows, sum(shares), sample.dummy)
         parts = [
             Pass(sample.batch, part, share, sample.dummy)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adaptive_batch._util import replaced
+from adaptive_batch._util import replaced_for_thread
 from adaptive_batch.distributed import whole_tensor
 
 from .model_checks import check_hooks
@@ -73,7 +73,7 @@ class SavedGradients:
                 self._set_aside_external(roots, is_split)
             return run_backward(roots, *arguments, **options)
 
-        with replaced(torch.autograd, **{name: set_aside_and_run}):
+        with replaced_for_thread(torch.autograd, **{name: set_aside_and_run}):
             yield
 
     def _set_aside_external(self, roots: Any, is_split: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from adaptive_batch import distributed
 from adaptive_batch._torch import PrivateNames
-from adaptive_batch._util import count
+from adaptive_batch._util import belongs_to, count
 from adaptive_batch.distributed import Replicas, Sharding, local_part, reshard
 from adaptive_batch.errors import SettingError
 
@@ -261,13 +262,16 @@ def check_hooks(leaves: Iterable[torch.Tensor | None]) -> None:
 
 @contextmanager
 def optimizers_wait() -> Iterator[None]:
-    """Context manager for the parts of a batch, between which no optimizer may step.
+    """Context manager for the parts of a batch, between which no optimizer of this thread may step.
 
     Raises:
         SettingError: an optimizer's ``step()`` is called inside.
     """
+    thread = threading.current_thread()
 
     def refuse(optimizer: Optimizer, *_: object) -> None:
+        if not belongs_to(thread):
+            return
         remedy = (
             "forward_backward called it, so it would step once for each part of a split batch;"
             " call it after the batch"

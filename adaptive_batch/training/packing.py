@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from adaptive_batch import distributed, memory
 from adaptive_batch._torch import PrivateNames
+from adaptive_batch._util import one_thread
 from adaptive_batch.distributed import reshard
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
@@ -274,21 +275,22 @@ def isolated_rows(lengths: Sequence[int]) -> Iterator[PackedAttention]:
         The attention of these rows.
     """
     global _active_cu_seqlens, _attend_without_compiler
-    assert not _active, "isolated_rows cannot be nested"
-    attend: Any = functional.scaled_dot_product_attention
-    packed = PackedAttention(lengths, attend)
-    functional.scaled_dot_product_attention = cast(Any, _attend)
-    _active.append(packed)
-    _active_cu_seqlens = packed.cu_seqlens
-    _attend_without_compiler = _attend_eagerly
-    # `torch.compiler.disable` imports the compiler, which takes more than a second.
-    if "torch._dynamo" in sys.modules:
-        _attend_without_compiler = _without_compiler(_attend_eagerly)
-    try:
-        yield packed
-    finally:
-        _active.clear()
-        functional.scaled_dot_product_attention = attend
+    with one_thread:
+        assert not _active, "isolated_rows cannot be nested"
+        attend: Any = functional.scaled_dot_product_attention
+        packed = PackedAttention(lengths, attend)
+        functional.scaled_dot_product_attention = cast(Any, _attend)
+        _active.append(packed)
+        _active_cu_seqlens = packed.cu_seqlens
+        _attend_without_compiler = _attend_eagerly
+        # `torch.compiler.disable` imports the compiler, which takes more than a second.
+        if "torch._dynamo" in sys.modules:
+            _attend_without_compiler = _without_compiler(_attend_eagerly)
+        try:
+            yield packed
+        finally:
+            _active.clear()
+            functional.scaled_dot_product_attention = attend
 
 
 def pack_rows(rows: Sequence[Row], *, ignore_index: int) -> Batch:

@@ -585,19 +585,25 @@ class LabelCounter:
         labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
             return num_rows
+        first = 0 if counts_first else 1
         if labels.is_nested:
             # A nested tensor has no columns to slice.
-            return sum(self._count(row[None], counts_first) for row in labels.unbind())
-        return self._count(labels, counts_first)
+            return sum(_num_labels(row[first:]) for row in labels.unbind())
+        if labels.dim() == 2 and self._are_of_tokens(labels, batch):
+            labels = labels[:, first:]
+        return _num_labels(labels)
 
     @staticmethod
-    def _count(labels: torch.Tensor, counts_first: bool) -> int:
-        # A causal model shifts labels, so that the first label of each row has no loss. A single
-        # column has the labels of classes, which no model shifts.
-        has_first_labels = labels.dim() == 2 and labels.shape[1] > 1
-        if has_first_labels and not counts_first:
-            labels = labels[:, 1:]
-        return int((labels != IGNORE_INDEX).count_nonzero())
+    def _are_of_tokens(labels: torch.Tensor, batch: Mapping[str, Any]) -> bool:
+        """Return whether labels `[rows, columns]` belong to tokens. A single column has the labels
+        of classes, which no model shifts, unless the rows have a single token.
+        """
+        tokens = batch.get("tokens", batch.get("input_ids"))
+        return labels.shape[1] > 1 or (is_table(tokens) and tokens.shape == labels.shape)
+
+
+def _num_labels(labels: torch.Tensor) -> int:
+    return int((labels != IGNORE_INDEX).count_nonzero())
 
 
 def shares_of(counts: Sequence[float]) -> tuple[float, ...]:

@@ -5,6 +5,7 @@ rows with the sum of the gradients of their parts.
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,13 @@ from adaptive_batch.data import MicroBatch
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, is_out_of_memory
 
-from .gradient_passes import Comparison, GradientPasses, Parts, Sample
+from .gradient_passes import (
+    Comparison,
+    GradientPasses,
+    Parts,
+    Sample,
+    without_auxiliary_loss,
+)
 from .model_checks import gradient_hooks, has_batch_norm, some_names
 from .parts import BatchSource, LabelCounter, arrays_in, has_shifted_labels, shares_of
 
@@ -61,6 +68,8 @@ class SplitCheck:
     Attributes:
         counts_first_label: whether the first label of each row counts, according to the batches so
             far; see :class:`.LabelCounter`.
+        shares_cancel: whether gradients do not depend on the shares of parts, as in a loss that is
+            divided by the labels of the batch.
         keeps_columns: whether parts keep all columns, since the gradient depends on padding.
     """
 
@@ -69,6 +78,7 @@ class SplitCheck:
         self._passes = GradientPasses(step)
         # Found by checks.
         self.counts_first_label = False
+        self.shares_cancel = False
         self.keeps_columns = False
         # True once a check could tell if first labels count.
         self._knows_first_label = False
@@ -81,6 +91,15 @@ class SplitCheck:
         # True if the rows of the last check had no finite gradient.
         self._lacks_gradient = False
         self._warned: set[str] = set()
+
+    def count(self, without: float, including: float) -> float:
+        """Return the number of labels of a part, given those without and with the first label of
+        each row.
+        """
+        if self.counts_first_label or (self.shares_cancel and not without):
+            # If shares cancel out, a part whose rows have only first labels must not be left out.
+            return including
+        return without
 
     def _begin_split(self, counts: Sequence[tuple[float, float]], rows: BatchSource) -> bool:
         """Count a split; return whether to check it.
@@ -137,8 +156,21 @@ class SplitCheck:
                 "the model has BatchNorm, whose statistics are those of a micro-batch: a split"
                 " changes results"
             )
-        if not self._begin_split(counts, rows):
-            return
+        if self._begin_split(counts, rows):
+            self._check_batch(rows, pieces, num_parts)
+        # Without a check that could tell, such as one for which memory is too small.
+        has_first_only = any(
+            including and not self.count(without, including) for without, including in counts
+        )
+        if has_first_only and not self._knows_first_label:
+            self.warn(
+                "first labels",
+                "a part is left out, since its only labels are the first ones of its rows, and no"
+                f" check has shown yet whether they count; give {self._step.terms.num_labels}",
+            )
+
+    def _check_batch(self, rows: BatchSource, pieces: Sequence[MicroBatch], num_parts: int) -> None:
+        """Compare the gradients of a few rows of a batch with those of their parts."""
         self._num_parts = num_parts
         self._lacks_gradient = False
         with RandomState(self._step.memory.device):
@@ -172,43 +204,52 @@ class SplitCheck:
         Raises:
             SettingError: their gradients differ.
         """
-        result = self._measure(sample)
+        tolerance = self._tolerance(len(sample.parts[0]))
+        result = self._measure(sample, tolerance)
         if result is None:
             # Out of memory: retry with one row per part.
             sample = sample.one_row_each()
-            result = self._measure(sample)
-        tolerance = self._tolerance(len(sample.parts[0]))
+            tolerance = self._tolerance(1)
+            result = self._measure(sample, tolerance)
         if result is None:
-            self._warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
+            self.warn("memory", "two rows do not fit in memory at once, so the split is unchecked")
         elif is_emulated():
-            self._warn("emulated", "gradients are not real here, so the split is unchecked")
+            self.warn("emulated", "gradients are not real here, so the split is unchecked")
         elif not result.is_measured:
             self._lacks_gradient = True
-            self._warn("gradient", "rows have no finite gradient, so the split is not checked yet")
+            self.warn("gradient", "rows have no finite gradient, so the split is not checked yet")
         elif result.difference <= tolerance:
             self._learn_first_label(sample, tolerance)
         else:
             self._explain(sample, result, tolerance, can_keep_columns=can_keep_columns)
 
-    def _measure(self, sample: Sample, *, by_row: bool = False) -> Comparison | None:
+    def _measure(
+        self, sample: Sample, tolerance: float, *, by_row: bool = False
+    ) -> Comparison | None:
         """Return the comparison of a sample with its parts; None if a rank ran out of memory.
 
         Until it is known whether the first label of each row counts, try both ways. Switch only if
         the other way is clearly better: if it halves the difference.
         """
-        counts_first = self.counts_first_label
-        result = self._passes.compare(sample, counts_first=counts_first, by_row=by_row)
-        if result is None or not result.is_measured or self._knows_first_label:
+        labels = sample.labels(self._step.labels)
+        shares = shares_of([self.count(*each) for each in labels])
+        result = self._passes.compare(sample, shares, by_row=by_row)
+        if result is None or self._knows_first_label:
             return result
-        other_shares = sample.shares(self._step.labels, counts_first=not counts_first)
-        if not distributed.any_of_ranks(other_shares != result.shares):
+        other_shares = shares_of([each[not self.counts_first_label] for each in labels])
+        if not distributed.any_of_ranks(other_shares != shares):
             # Both ways give the same shares on all ranks.
             return result
-        other = self._passes.compare(sample, counts_first=not counts_first, by_row=by_row)
-        if other is not None and other.difference < result.difference / 2:
-            self.counts_first_label = not counts_first
-            return other
-        return result
+        other = self._passes.compare(sample, other_shares, by_row=by_row)
+        if other is None or not other.is_measured:
+            return result
+        if result.is_measured:
+            both_fit = max(result.difference, other.difference) <= tolerance
+            self.shares_cancel = both_fit and _shares_cancel(result, other)
+            if self.shares_cancel or other.difference >= result.difference / 2:
+                return result
+        self.counts_first_label = not self.counts_first_label
+        return other
 
     def _explain(
         self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
@@ -221,7 +262,7 @@ class SplitCheck:
         by_row = result.has_other_draws
         if by_row:
             # Random numbers explain the difference if it vanishes with the row's own seeds.
-            result = self._measure(sample, by_row=True) or result
+            result = self._measure(sample, tolerance, by_row=True) or result
         noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
         tolerance = max(tolerance, 2 * noise)
         difference_if_cut = 0.0
@@ -229,7 +270,7 @@ class SplitCheck:
             # Padding explains the difference if it vanishes when parts keep all columns.
             difference_if_cut = result.difference
             sample = sample.uncut()
-            result = self._measure(sample, by_row=by_row) or result
+            result = self._measure(sample, tolerance, by_row=by_row) or result
         if noise > _MAX_NOISE:
             self._warn_incomparable(f"two runs of the same rows differ by {noise:.2%}")
             return
@@ -239,7 +280,7 @@ class SplitCheck:
             return
         if is_equal and can_keep_columns:
             self.keeps_columns = True
-            self._warn(
+            self.warn(
                 "columns",
                 f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
                 " without), so parts of a batch keep all columns",
@@ -255,14 +296,17 @@ class SplitCheck:
             if result.has_other_draws:
                 self._warn_incomparable("the loss draws random numbers that belong to no row")
                 return
-            coefficient = _auxiliary_coefficient(self._step.model)
-            if result.difference <= 2 * coefficient:
-                self._warn(
+            with without_auxiliary_loss(self._step.model) as coefficient:
+                # An auxiliary loss explains the difference if it vanishes without it.
+                other = self._measure(sample, tolerance, by_row=by_row) if coefficient else None
+            if other is not None and other.difference <= tolerance:
+                self.warn(
                     "auxiliary loss",
                     f"gradients of a batch and of its parts differ by {result.difference:.2%},"
                     " since each part has an auxiliary loss of its own, with coefficient"
                     f" {coefficient:g}",
                 )
+                self._learn_first_label(sample, tolerance)
                 return
             remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
         measured = (
@@ -275,7 +319,7 @@ class SplitCheck:
         raise SettingError(self._step.terms.function, self._step.name, problem)
 
     def _warn_incomparable(self, reason: str) -> None:
-        self._warn("noise", f"a batch and its parts cannot be compared, since {reason}")
+        self.warn("noise", f"a batch and its parts cannot be compared, since {reason}")
 
     def _remedy(
         self,
@@ -296,9 +340,7 @@ class SplitCheck:
             by_row: see :meth:`GradientPasses.compare`.
         """
         terms = self._step.terms
-        separate = self._passes.compare(
-            sample, counts_first=self.counts_first_label, by_row=by_row, accumulates=False
-        )
+        separate = self._passes.compare(sample, result.shares, by_row=by_row, accumulates=False)
         if separate is not None and separate.difference <= tolerance:
             return (
                 "it changes gradients that earlier parts left, by zero_grad, clipping or an"
@@ -365,24 +407,35 @@ class SplitCheck:
             tolerance = _TOLERANCE_ONE_ROW
         return max(distributed.all_gather(tolerance))
 
-    def _warn(self, kind: str, message: str) -> None:
+    def warn(self, kind: str, message: str) -> None:
         """Log the first message of a kind."""
         if kind not in self._warned and distributed.is_rank_zero():
             log.warning("%s: %s", self._step.name, message)
         self._warned.add(kind)
 
     def _warn_of_side_effects(self) -> None:
-        """Log the buffers that a forward pass writes, and the hooks of gradients."""
+        """Log the buffers that a forward pass writes, and the hooks of gradients.
+
+        Raises:
+            SettingError: a forward pass writes frozen parameters.
+        """
         written = sorted(self._passes.written)
+        frozen = [name for name, _ in self._step.model.named_parameters() if name in written]
+        if frozen:
+            problem = (
+                f"it writes {some_names(frozen)}, once for each part of a split batch; write frozen"
+                " parameters, such as an average of the trained ones, after the batch"
+            )
+            raise SettingError(self._step.terms.function, self._step.name, problem)
         if written:
-            self._warn(
+            self.warn(
                 "buffers",
                 f"each part of a split batch writes {some_names(written, 'tensor')}, which a"
                 " whole batch writes once",
             )
         hooked = gradient_hooks(self._step.model)
         if hooked:
-            self._warn(
+            self.warn(
                 "hooks",
                 f"each part of a split batch calls the gradient hooks of {some_names(hooked)},"
                 " which a whole batch calls once",
@@ -393,8 +446,10 @@ class SplitCheck:
         if self._knows_first_label:
             return
         # The share of the first part under both ways to count.
-        without = sample.shares(self._step.labels, counts_first=False)[0]
-        including = sample.shares(self._step.labels, counts_first=True)[0]
+        without, including = (
+            shares_of(of_parts)[0]
+            for of_parts in zip(*sample.labels(self._step.labels), strict=True)
+        )
         self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
         if not self._knows_first_label:
             return
@@ -522,16 +577,17 @@ def _values(row: Any) -> list[float]:
     return [float(each.sum(dtype=torch.float64)) for each in tensors]
 
 
-def _auxiliary_coefficient(model: nn.Module) -> float:
-    """Return the coefficient of a mixture of experts' auxiliary loss; 0 without one."""
-    largest = 0.0
-    for module in model.modules():
-        # Models of transformers have the coefficient in their config.
-        config = getattr(module, "config", None)
-        for name, value in getattr(config, "__dict__", {}).items():
-            if "aux_loss" in name and isinstance(value, float):
-                largest = max(largest, value)
-    return largest
+def _shares_cancel(result: Comparison, other: Comparison) -> bool:
+    """Return whether parts have the same gradients under different shares, as if the loss is
+    divided by the labels of the batch. A collective.
+    """
+    norms, other_norms = (each.products.diagonal().sqrt()[1:] for each in (result, other))
+    part = int(norms.argmax())
+    change_of_gradient = float((other_norms[part] / norms[part]).log().abs())
+    share, other_share = result.shares[part], other.shares[part]
+    # The rank may have no rows.
+    change_of_share = abs(math.log(other_share / share)) if share and other_share else 0.0
+    return change_of_gradient < max(distributed.all_gather(change_of_share)) / 2
 
 
 def _has_tf32(model: nn.Module) -> bool:

@@ -399,9 +399,9 @@ class MicroBatchRunner:
                 continue
             if request.limit is None:
                 place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
-                tokens = count(request.length, "token")
+                tokens = f" of {count(request.length, 'token')}" if request.length else ""
                 raise DoesNotFitError(
-                    f"one {self.sizer.noun} of {tokens} ran out of memory on {place}, alone in its"
+                    f"one {self.sizer.noun}{tokens} ran out of memory on {place}, alone in its"
                     f" micro-batch: {request.error}; {self.remedies}"
                 )
             requests[rank] = request

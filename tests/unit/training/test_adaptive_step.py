@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -701,3 +702,65 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
     step({"x": torch.randn(8, 4)})
     assert trained == [4, 4, 2, 2, 2, 2]
     assert alive == [[False] * 3]
+
+
+# Threads.
+
+
+def test_other_threads_see_nothing_of_a_step():
+    model = nn.Linear(4, 1)
+    other = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
+    seen = []
+
+    def train_other() -> None:
+        outputs = other(torch.ones(4, 64))
+        outputs.sum().backward()
+        optimizer.step()
+        seen.append(((outputs == 0).any().item(), other[0].bias.grad is not None))
+
+    def forward_backward(part):
+        other[0].bias.grad = torch.ones(64)
+        thread = threading.Thread(target=train_other)
+        thread.start()
+        thread.join()
+        seen[-1] += ((other[0].bias.grad >= 1).all().item(),)
+        (model(part.batch["x"]).square().mean() * part.share).backward()
+
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=2)
+    step({"x": torch.randn(8, 4)})
+    # Passes of the check, and four parts.
+    assert len(seen) > 4
+    assert set(seen) == {(True, True, True)}
+
+
+def test_steps_of_two_threads_train_as_alone():
+    def train(seed: int, gradients: list[torch.Tensor]) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        model = nn.Linear(4, 1)
+        nn.init.constant_(model.weight, 0.1)
+        nn.init.zeros_(model.bias)
+
+        def forward_backward(part):
+            outputs = nn.functional.dropout(model(part.batch["x"]), 0.0)
+            (outputs.square().mean() * part.share).backward()
+
+        step = AdaptiveStep(model, forward_backward, micro_batch_size=2)
+        for _ in range(5):
+            step({"x": torch.randn(8, 4, generator=generator)})
+        gradients.append(model.weight.grad)
+
+    alone: list[torch.Tensor] = []
+    train(0, alone)
+    train(1, alone)
+    together: list[torch.Tensor] = []
+    dropout = nn.functional.dropout
+    threads = [threading.Thread(target=train, args=(seed, together)) for seed in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert nn.functional.dropout is dropout
+    assert {tuple(gradient[0].tolist()) for gradient in together} == {
+        tuple(gradient[0].tolist()) for gradient in alone
+    }
