@@ -358,8 +358,9 @@ def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_the
         model.zero_grad()
 
 
-def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of_the_batch():
-    torch.manual_seed(0)
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of_the_batch(seed):
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
 
     def per_label_of_the_batch(model, batch):
@@ -371,11 +372,14 @@ def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of
         (per_label_of_the_batch(model, part.batch) / part.share * part.share).backward()
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
-    for number in range(9):
-        batch = masked_tokens(number)
-        if number % 2:
-            batch["labels"][3:9, 1:] = -100
-            batch["labels"][3:9, 0] = batch["input_ids"][3:9, 0]
+    for number in range(6):
+        tokens = torch.randint(1, 9, (8, 12))
+        is_label = torch.zeros(8, 12, dtype=torch.bool)
+        is_label[:, 0] = True
+        # Rows with 4, 2, 5 and 2 labels.
+        for row, columns in enumerate([[2, 3, 5], [3], [1, 2, 3, 4], [6]] * 2):
+            is_label[row, columns] = number < 3 or row % 2 == 0
+        batch = {"input_ids": tokens, "labels": tokens.masked_fill(~is_label, -100)}
         per_label_of_the_batch(model, batch).backward()
         expected = [parameter.grad.clone() for parameter in model.parameters()]
         model.zero_grad()
