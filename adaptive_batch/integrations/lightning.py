@@ -215,7 +215,6 @@ class AdaptiveCallback(Callback):
             # No device shows whose memory could run out.
             return evaluate(batch, *numbers)
         logs = _ModuleLogs(module)
-        # Outputs of each micro-batch, without those of failed attempts.
         outputs: list[Mapping[str, Any]] = []
         # Names of the means of each micro-batch, with those of failed attempts.
         names: list[list[Any]] = []
@@ -225,6 +224,8 @@ class AdaptiveCallback(Callback):
             with logs.collect():
                 result = evaluate(part, *numbers)
             output = result if isinstance(result, Mapping) else {_ONLY: result}
+            # Drop the outputs of failed attempts, whose calls are gone.
+            del outputs[len(logs.calls) - 1 :]
             outputs.append(output)
             means = _means(output, logs.calls[-1])
             names.append([*means])
@@ -235,16 +236,6 @@ class AdaptiveCallback(Callback):
                 return None, others
             as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=module.device)
             return torch.stack([as_tensor(mean).reshape(()) for mean in means.values()]), others
-
-        def snapshot() -> Callable[[], None]:
-            num_done = len(outputs)
-            restore_logs = logs.snapshot()
-
-            def restore() -> None:
-                del outputs[num_done:]
-                restore_logs()
-
-            return restore
 
         # The first split of each is checked, as another method or loader may give other results.
         key = (name, *numbers[1:])
@@ -261,10 +252,10 @@ class AdaptiveCallback(Callback):
                 options=self.adaptive.options,
             )
         reduced, others, logs.weights = self._evaluations[key].run(
-            batch, forward, snapshot=snapshot
+            batch, forward, snapshot=logs.snapshot
         )
         first_output = outputs[0]
-        if len(outputs) == 1:
+        if len(logs.calls) == 1:
             # Return the output of the whole batch as it is.
             logs.log()
             return first_output.get(_ONLY, first_output)
@@ -424,19 +415,16 @@ def _join_rows(name: str, outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _state(module: LightningModule) -> list[torch.Tensor]:
-    """Return the state that a step method may change: states of torchmetrics, which are restored,
-    and as bytes the buffers and other attributes of the module and its children, which are not.
+    """Return the state that a step method may change: states of torchmetrics, and as bytes the
+    buffers and other attributes of the module and its children.
     """
-    metrics = []
+    states = []
     others: list[Any] = [*module.buffers()]
     for each in module.modules():
-        if isinstance(each, Metric):
-            metrics.append(each)
-        else:
+        if not isinstance(each, Metric):
             others += [value for name, value in vars(each).items() if name not in _OF_MODULES]
-    states = []
-    for metric in metrics:
-        for state in metric.metric_state.values():
+            continue
+        for state in each.metric_state.values():
             tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
             if tensors:
                 states.append(torch.cat([tensor.reshape(-1).float() for tensor in tensors]))

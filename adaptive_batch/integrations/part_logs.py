@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -60,7 +61,7 @@ def reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -
     return over_parts(values, weights, extreme[1].lower() if extreme else "mean")
 
 
-class PartLogs:
+class PartLogs(ABC):
     """Logs and attributes of a trainer or module during the micro-batches of one batch.
 
     Saved attributes are numbers, texts, tensors, lists, dictionaries and metric objects (with
@@ -95,10 +96,11 @@ class PartLogs:
         self._lengths = {id(each): len(each) for _, each in self._lists()}
         self._undo = self.snapshot()
 
+    @abstractmethod
     def record(self, calls: dict[Any, Any], *arguments: Any, **keywords: Any) -> None:
         """Add a call of ``log`` to the calls of a micro-batch."""
-        raise NotImplementedError
 
+    @abstractmethod
     def log_values(self, key: Any, calls: Sequence[Any], weights: Sequence[float]) -> None:
         """Log the value of the batch.
 
@@ -107,7 +109,6 @@ class PartLogs:
             calls: calls of the micro-batches that have one with this key.
             weights: weights of these micro-batches.
         """
-        raise NotImplementedError
 
     def _attributes(self, holder: Any) -> dict[str, Any]:
         return {
@@ -132,7 +133,7 @@ class PartLogs:
             for restore_attributes in restore_values:
                 restore_attributes()
             for holder, attributes in saved:
-                for name in self._attributes(holder):
+                for name in self._attributes(holder).keys() - attributes.keys():
                     del vars(holder)[name]
                 vars(holder).update(attributes)
 
@@ -157,8 +158,8 @@ class PartLogs:
                 yield
             undo()
             return
-        if part.is_first:
-            # An earlier attempt may have updated the metrics, on ranks with enough memory too.
+        if part.is_first and self.calls:
+            # An earlier attempt has changed the attributes, on ranks with enough memory too.
             self._undo()
         with self.collect():
             yield
@@ -261,7 +262,8 @@ def _containers_in(value: Any, is_metric: bool = False) -> Iterator[tuple[Any, b
 
 
 def _is_metric(value: Any) -> bool:
-    return all(hasattr(value, name) for name in ("update", "compute", "__dict__"))
+    kind = type(value)
+    return hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__")
 
 
 def leaves(value: Any) -> Iterator[Any]:
