@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import re
 import signal
 import sys
@@ -23,6 +24,8 @@ from adaptive_batch.integrations.command_line import add_options, given_options,
 
 if TYPE_CHECKING:
     from adaptive_batch.emulate import Device
+
+MAX_EMULATED_DEVICES = 16  # MAX_DEVICES of csrc/stack.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -87,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output",
         metavar="DIR",
         type=Path,
-        help="run in this folder and keep the files; by default they are deleted",
+        help="run in this new folder and keep the files; by default they are deleted",
     )
     emulate.add_argument("--list", action="store_true", help="list the devices")
     emulate.add_argument(
@@ -138,9 +141,11 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
             return install_cuda_build()
         if options.device is None or not program:
             raise SettingError("--device", options.device, "give it and, after --, the program")
-        # A shell makes its background jobs and their children ignore SIGINT. Raise
-        # KeyboardInterrupt all the same, so that the program can be ended with a report.
+        _check_options(options)
+        # Raise KeyboardInterrupt on SIGTERM (`timeout`, scancel) too, and on SIGINT in background
+        # jobs of a shell, which ignore it, so that the program can be ended with a report.
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         return emulate(
             program,
             emulated_device(options.device, options.architecture),
@@ -153,6 +158,22 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
     except EmulationError as error:
         print(f"emulate: {error}", file=sys.stderr)
         return 2
+
+
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise if an option of `emulate` is out of range or names a file that cannot be written."""
+    if not 1 <= options.devices <= MAX_EMULATED_DEVICES:
+        raise SettingError("--devices", options.devices, f"give 1 to {MAX_EMULATED_DEVICES}")
+    if options.steps is not None and options.steps < 1:
+        raise SettingError("--steps", options.steps, "give 1 or more")
+    if options.minutes is not None and not options.minutes > 0:
+        raise SettingError("--minutes", options.minutes, "give more than 0")
+    json, output = options.json, options.output
+    if json is not None and (json.is_dir() or not os.access(json.absolute().parent, os.W_OK)):
+        raise SettingError("--json", str(json), "it cannot be written; give a file")
+    # Files of the program or of another run would hide those of the program's folder.
+    if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
+        raise SettingError("--output", str(output), "it is not empty; give a new folder")
 
 
 def emulated_device(name_or_size: str, architecture: str) -> Device:

@@ -1,8 +1,8 @@
 """The launcher of a program on an emulated device.
 
-The program runs in a scratch folder that mirrors its own folders and links each file.
-csrc/scratch.c replaces a link before its file is written, so originals are never opened for
-writing.
+The program runs in a scratch folder that mirrors its own folder and links each file.
+csrc/scratch.c redirects paths in the program's folder to the scratch folder and replaces a link
+before its file is written, so originals are never opened for writing.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def emulate(
         max_steps: limit of the optimizer steps.
         max_minutes: time limit.
         json_file: file for the report as JSON.
-        output: folder to run in; None for a temporary one.
+        output: new or empty folder to run in; None for a temporary one.
 
     Returns:
         The exit status of the program; 0 if a limit ended it.
@@ -99,13 +99,15 @@ def emulate(
         raise EmulationError(
             f"{platform.system()} {platform.machine()} is not supported: use Linux x86_64"
         )
+    if Path.cwd() == Path("/"):
+        raise EmulationError("/ cannot be mirrored: change to the folder of the program")
     started = time.time()
     with tempfile.TemporaryDirectory(prefix="emulate-") as temporary:
         scratch = (output or Path(temporary, "scratch")).resolve()
         records = Path(temporary, "records")
         records.mkdir()
-        mirror(Path.cwd(), scratch)
-        environment = _environment(device, num_devices, max_steps, records, scratch)
+        mirrors = mirror(Path.cwd(), scratch)
+        environment = _environment(device, num_devices, max_steps, records, scratch, mirrors)
         # Link it, since spaces in the cache path would break LD_PRELOAD.
         preloaded = Path(temporary, "scratch.so")
         preloaded.symlink_to(preloaded_library())
@@ -124,7 +126,7 @@ def emulate(
             "ended_by_time_limit": was_ended,
             "seconds": round(time.time() - started, 1),
             "processes": [one for one in processes if one["devices"] or one["out_of_memory"]],
-            "files": written_files(scratch, started),
+            "files": written_files(scratch),
             "folder": str(scratch) if output else None,
             "values_are_real": False,
         }
@@ -135,7 +137,12 @@ def emulate(
 
 
 def _environment(
-    device: Device, num_devices: int, max_steps: int | None, records: Path, scratch: Path
+    device: Device,
+    num_devices: int,
+    max_steps: int | None,
+    records: Path,
+    scratch: Path,
+    mirrors: dict[str, str],
 ) -> dict[str, str]:
     """Return the environment of the program: variables of this process replace those above them,
     and are replaced by those below.
@@ -153,6 +160,7 @@ def _environment(
         "EMULATE_CONTEXT_BYTES": str(device.context_bytes),
         "EMULATE_RECORDS": str(records),
         "EMULATE_SCRATCH": str(scratch),
+        "EMULATE_FOLDERS": "".join(f"{one}\x1f{mirrors[one]}\x1f" for one in mirrors),
         "EMULATE_STEPS": str(max_steps or 0),
         # Compiled code and measurements are not valid for a real device.
         "TORCHINDUCTOR_CACHE_DIR": str(cache / "inductor"),
@@ -221,48 +229,57 @@ def install_cuda_build() -> int:
     return status
 
 
-def mirror(folder: Path, scratch: Path) -> None:
-    """Create the folders of `folder` in `scratch`, with links to its files."""
+def mirror(folder: Path, scratch: Path) -> dict[str, str]:
+    """Create the folders of `folder` in a new folder, with links to its files.
+
+    Args:
+        folder: folder of the program. Folders elsewhere that links lead to are mirrored too.
+        scratch: new folder.
+
+    Returns:
+        Each mirrored folder with its mirror.
+    """
+    mirrors = {str(folder): str(scratch)}
     entries_left = MAX_ENTRIES
     pending = [(folder, scratch)]
-    entered = set[str]()
     while pending:
         source, target = pending.pop(0)
         target.mkdir(parents=True, exist_ok=True)
         for entry in os.scandir(source):
             entries_left -= 1
-            new = target / entry.name
-            # A scratch folder inside `folder` (--output) must not be mirrored into itself.
-            has_scratch = scratch.is_relative_to(entry.path)
-            # Left from an earlier run in the same scratch folder.
-            is_there_already = new.exists() or new.is_symlink()
-            if has_scratch or is_there_already:
-                continue
+            original, new = Path(entry.path), target / entry.name
+            if original == scratch:
+                continue  # --output in the program's folder
+            is_folder = entry.is_dir(follow_symlinks=False)
+            if entry.is_symlink():
+                real = Path(os.path.realpath(original))
+                has_program = folder.is_relative_to(real) or scratch.is_relative_to(real)
+                roots = [root for root in mirrors if real.is_relative_to(root)]
+                if roots:
+                    original = Path(mirrors[roots[0]], real.relative_to(roots[0]))
+                elif os.path.isdir(real) and not has_program:
+                    is_folder, original = True, real
+                    mirrors[str(real)] = str(new)
             # Folders of tools (.git, virtual environments) are linked as a whole, which is fast.
-            is_tool = entry.name.startswith(".") or Path(entry.path, "pyvenv.cfg").exists()
-            # A link to a folder that was entered already could lead round in a circle.
-            real = os.path.realpath(entry.path)
+            is_tool = entry.name.startswith(".") or os.path.exists(original / "pyvenv.cfg")
+            is_readable = os.access(original, os.R_OK | os.X_OK)
             # After MAX_ENTRIES entries, folders are linked as a whole too.
-            if entry.is_dir() and not is_tool and entries_left > 0 and real not in entered:
-                entered.add(real)
-                pending.append((Path(entry.path), new))
+            if is_folder and is_readable and not is_tool and entries_left > 0:
+                pending.append((original, new))
             else:
-                new.symlink_to(entry.path)
+                new.symlink_to(original)
+    return mirrors
 
 
-def written_files(scratch: Path, since: float) -> list[tuple[str, int]]:
-    """Return the files that a program has written in its scratch folder since a time, with their
-    sizes.
-    """
+def written_files(scratch: Path) -> list[tuple[str, int]]:
+    """Return the files that a program has written in its scratch folder, with their sizes."""
     files = []
     for folder, _, names in os.walk(scratch):
         for name in names:
             path = Path(folder, name)
             # A link is a file of the original folder that was not written.
             if not path.is_symlink() and "__pycache__" not in folder:
-                status = path.stat()
-                if status.st_mtime >= since:
-                    files.append((str(path.relative_to(scratch)), status.st_size))
+                files.append((str(path.relative_to(scratch)), path.stat().st_size))
     return sorted(files)
 
 
@@ -334,7 +351,10 @@ def _living(living: dict[str, Any]) -> Iterator[str]:
     """Yield the lines of code with most live bytes at the peak."""
     if not living:
         return
-    yield f"Live at the peak of {_size(living['bytes'])} on device {living['device']}:"
+    yield (
+        f"Live at the peak of device {living['device']}, {_size(living['bytes'])} without the"
+        " allocator's rounding:"
+    )
     lines = living["lines"]
     for line, num_bytes in lines[:MAX_LINES]:
         yield f"  {_size(num_bytes):>11}  {line}"

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -53,15 +53,6 @@ def install() -> None:
     if any(type(finder).__name__ == TorchFinder.__name__ for finder in sys.meta_path):
         return  # a .pth file has imported this module under another name
     sys.meta_path.insert(0, TorchFinder())
-    if os.environ.get("EMULATE_SCRATCH"):
-        sys.addaudithook(_replace_link_to_database)
-
-
-def _replace_link_to_database(event: str, arguments: tuple[Any, ...]) -> None:
-    """Replace a link before SQLite opens its target."""
-    if event == "sqlite3.connect" and os.path.islink(arguments[0]):
-        with suppress(OSError), open(arguments[0], "ab"):
-            pass  # csrc/scratch.c replaces the link
 
 
 class TorchFinder(MetaPathFinder):

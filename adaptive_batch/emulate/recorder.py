@@ -26,7 +26,7 @@ from . import values
 
 # Length of the allocator's history; a step of a large model has about 20,000 events.
 MAX_EVENTS = 200_000
-# The history is read again only if the peak has grown by this factor.
+# The history is read again after a step only if the peak has grown by this factor.
 GROWTH = 1.001
 # Functions of CUDA's libraries that return workspace sizes.
 _SIZES = re.compile(r"buffer_?size|(?<!Set)workspace|reservespace", re.IGNORECASE)
@@ -82,7 +82,7 @@ class _Recorder:
 
     def at_exit(self) -> None:
         self.keep_peaks()
-        if self.highest() > GROWTH * self.read_peak:
+        if self.highest() > self.read_peak:
             self.read_history()
         self.write()
 

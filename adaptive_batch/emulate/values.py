@@ -64,6 +64,17 @@ _LEFT_ALONE = {
     "pow.Tensor_Tensor_out",  # see _pow_of_number
 }
 
+# Operators of sparse tensors with kernels of their own, rather than operators on the parts.
+_OF_SPARSE = {
+    *("add", "add_", "addmm", "addmv", "baddbmm", "bmm", "mm", "mv"),
+    *("_sparse_softmax", "sparse_sampled_addmm"),
+}
+# The same, for results whose number of elements depends on values.
+_FROM_SPARSE = {
+    "SparseCUDA": {"_coalesce", "_sparse_sparse_matmul", "index_select", "mul.Tensor"},
+    "SparseCsrCUDA": {"add.Tensor", "mul.Tensor"},
+}
+
 _origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
 _lines_with_any = set[str]()
 _libraries: list[Any] = []
@@ -95,19 +106,24 @@ def install() -> None:
         for name in _C._dispatch_get_all_op_names():
             aten_name = name.removeprefix("aten::")
             base, _, overload = aten_name.partition(".")
-            has_cuda_kernel = aten_name in special or has_kernel(name, "CUDA")
+            kernels: dict[str, Callable[..., Any]] = {}
+            if aten_name in special or has_kernel(name, "CUDA"):
+                kernels["CUDA"] = special.get(aten_name) or special.get(base, _Operator)
+            for key, names in _FROM_SPARSE.items():
+                if has_kernel(name, key) and {base, aten_name} & (_OF_SPARSE | names):
+                    kernels[key] = _from_sparse if aten_name in names else _Operator
             # A name without aten:: belongs to another library.
             is_left_alone = aten_name == name or {base, aten_name} & _LEFT_ALONE
-            if is_left_alone or not has_cuda_kernel:
+            if is_left_alone or not kernels:
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             aliases = [result.alias_info for result in operator._schema.returns]
             # A result that shares memory which the operator does not write is a view.
             if any(alias is not None and not alias.is_write for alias in aliases):
                 continue
-            make_kernel = special.get(aten_name) or special.get(base, _Operator)
-            kernel = make_kernel(operator, torch.library.get_kernel(name, "CUDA"))
-            library.impl(aten_name, kernel, "CUDA", with_keyset=True, allow_override=True)
+            for key, make_kernel in kernels.items():
+                kernel = make_kernel(operator, torch.library.get_kernel(name, key))
+                library.impl(aten_name, kernel, key, with_keyset=True, allow_override=True)
     _fill_what_compiled_code_allocates()
 
 
@@ -230,13 +246,25 @@ def _note(kind: str, origin: str | None) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in a value, and the parts of sparse ones."""
     if isinstance(value, torch.Tensor):
-        yield value
+        yield from _parts(value)
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
+
+
+def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the indices and values of a sparse tensor, or the tensor itself."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    return [tensor]
 
 
 # ---- defaults
@@ -298,8 +326,9 @@ class _Operator:
             for argument in schema.arguments
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        # Arguments that are written in place, unlike `out=`, whose former values are not read.
         self.in_place = [name for name in self.written if name in self.positional]
+        # The former values of `out=` are not read, and a new `out` is resized to old memory.
+        self.read = {*self.positional, *self.keyword_only} - {*self.written} | {*self.in_place}
         has_kernel = _C._dispatch_has_computed_kernel_for_dispatch_key
         full_name = schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
         self.has_cpu_kernel: bool = has_kernel(full_name, "CPU")
@@ -313,13 +342,9 @@ class _Operator:
         in_place = _tensors([given[name] for name in self.in_place])
         before = [(one, on_host(one).clone()) for one in in_place if has_values(one)]
         result = self._call(partial(self.cuda_kernel.call_boxed, keyset), given)
-        read = list(_tensors(given))
+        read = list(_tensors([value for name, value in given.items() if name in self.read]))
         written = list(_tensors([given[name] for name in self.written]))
-        outputs = [
-            tensor
-            for tensor in written or _tensors(result)
-            if tensor.is_cuda and tensor.layout is torch.strided
-        ]
+        outputs = [tensor for tensor in written or _tensors(result) if tensor.is_cuda]
         have_values = all(map(has_values, [*read, *outputs]))
         if self.name in _OVERWRITING and outputs and outputs[0].nbytes == _storage(outputs[0])[1]:
             # The operator fills the whole storage, so it does not depend on the former values.
@@ -373,7 +398,19 @@ class _Operator:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return on_host(value)
+        parts = [
+            on_host(part) if has_values(part) else torch.zeros_like(part, device="cpu")
+            for part in _parts(value)
+        ]
+        if value.layout is torch.strided:
+            return parts[0]
+        if value.layout is torch.sparse_coo:
+            is_coalesced = value.is_coalesced()
+            return torch.sparse_coo_tensor(
+                parts[0], parts[1], value.shape, is_coalesced=is_coalesced
+            )
+        make: Any = torch.sparse_compressed_tensor
+        return make(*parts, value.shape, layout=value.layout)
     if isinstance(value, list | tuple):
         return [_to_host(one) for one in value]
     if isinstance(value, torch.device):
@@ -505,6 +542,21 @@ def _on_host_only(operator: Any, cuda_kernel: Any, *, returns_values: bool) -> C
         return results[0] if len(results) == 1 else tuple(results)
 
     return on_host_only
+
+
+def _from_sparse(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+    """Return a kernel that computes on the CPU alone, see `_on_host_only`."""
+
+    def from_sparse(keyset: Any, *args: Any) -> torch.Tensor:
+        tensors = list(_tensors(args))
+        # Indices determine the number of elements.
+        _note("shape", _why_made_up(filter(_is_exact, tensors)))
+        result: torch.Tensor = operator(*map(_to_host, args)).to(tensors[0].device)
+        for part in _parts(result):
+            _set_origin(part, _why_made_up(tensors))
+        return result
+
+    return from_sparse
 
 
 def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:

@@ -90,6 +90,10 @@ same(lambda x, n: torch.repeat_interleave(x[:, 0], n[:, 1]))
 same(lambda x, n: torch.zeros(11, device=x.device).index_add_(0, n[0], x[0]))
 same(lambda x, n: F.cross_entropy(x, n[:, 0] % 10, reduction="none"))
 same(lambda x, n: torch.stack(torch._foreach_add([x, x.half()], 1)[:1]))
+same(lambda x, n: x.relu().to_sparse() @ x.T)
+same(lambda x, n: x.relu().to_sparse_csr() @ x.T)
+same(lambda x, n: torch.sparse.sum(x.relu().to_sparse() + n.to_sparse(), 0).to_dense())
+same(lambda x, n: torch.sparse.mm(x.relu().to_sparse(), x.T.to_sparse()).to_dense())
 same(lambda x, n: torch.linalg.inv(x[:, :6] + 9 * torch.eye(6, device=x.device)))
 counter = torch.tensor([3], device="cuda")
 torch._foreach_add_([counter, torch.ones(1, device="cuda")], 1)
@@ -101,11 +105,22 @@ torch.manual_seed(5)
 assert first[0].equal(torch.rand(4, device="cuda"))
 assert first[1].equal(torch.randperm(9, device="cuda"))
 assert sorted(first[1].tolist()) == list(range(9)) and first[0].unique().numel() == 4
+
+rows = torch.nn.Embedding(9, 3, sparse=True).cuda()
+optimizer = torch.optim.SparseAdam(rows.parameters())
+rows(torch.tensor([1, 2, 1]).cuda()).sum().backward()
+optimizer.step()
+assert rows.weight.grad.coalesce().indices().tolist() == [[1, 2]]
+
+# The memory of a result that is not computed is used again.
+F.conv2d(*torch.ones(2, 1, 1, 2, 2, device="cuda"))
+assert torch.arange(1, device="cuda").tolist() == [0]
 """
 
 
 def test_small_tensors_have_the_values_of_the_cpu(tmp_path):
-    emulate(tmp_path, SAME_AS_ON_THE_HOST)
+    _, report = emulate(tmp_path, SAME_AS_ON_THE_HOST)
+    assert report["processes"][0]["made_up"] == []
 
 
 DEFAULT_ON_CUDA = """
@@ -189,24 +204,30 @@ def test_a_time_limit_ends_the_program_with_a_report(tmp_path):
     assert report["processes"][0]["steps"] > 2
 
 
-def test_ctrl_c_ends_a_background_program(tmp_path):
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_background_program_with_a_report(sent, tmp_path):
     (tmp_path / "train.py").write_text("import time; print(1, flush=True); time.sleep(60)")
+    (tmp_path / "temporary").mkdir()
     words = [*EMULATE, "--device", "h100", "--", sys.executable, "train.py"]
     program = subprocess.Popen(
         ["sh", "-c", 'trap "" INT; exec "$@"', "sh", sys.executable, *words],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path / "temporary")},
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     program.stdout.readline()
-    program.send_signal(signal.SIGINT)
-    assert program.wait(timeout=50) == 130
+    program.send_signal(sent)
+    assert "No process used CUDA." in program.communicate(timeout=50)[1]
+    assert program.returncode == 130
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 WRITES = """
 import os, sqlite3, pathlib, torch
-pathlib.Path("runs/model.pt").stat()
-torch.save({"w": torch.ones(3)}, "runs/model.pt")
+root = pathlib.Path(__file__).resolve().parent
+torch.save({"w": torch.ones(3)}, root / "runs/model.pt")
 with open("log.txt", "a") as file:
     file.write("emulated")
 sqlite3.connect("trials.db").execute("create table t (x)").connection.commit()

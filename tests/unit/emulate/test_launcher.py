@@ -7,7 +7,7 @@ import pytest
 from adaptive_batch import SettingError
 from adaptive_batch.__main__ import emulated_device, main
 from adaptive_batch.emulate import launcher
-from adaptive_batch.emulate.launcher import report_lines
+from adaptive_batch.emulate.launcher import mirror, report_lines, written_files
 from adaptive_batch.emulate.process import SOURCES
 
 
@@ -33,12 +33,28 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         emulated_device(text, architecture)
 
 
-@pytest.mark.parametrize("arguments", [["--device", "h100"], ["--device", "h1000", "--", "python"]])
-def test_a_missing_program_and_an_unknown_device_are_refused(arguments, capsys):
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--device h100", "--device='h100': give "),
+        ("--device h1000 -- python", "--device='h1000': give "),
+        ("--device h100 --devices 17 -- python", "--devices=17: give 1 to 16"),
+        ("--device h100 --devices 0 -- python", "--devices=0: give 1 to 16"),
+        ("--device h100 --steps 0 -- python", "--steps=0: give 1 or more"),
+        ("--device h100 --minutes -1 -- python", "--minutes=-1.0: give more than 0"),
+        ("--device h100 --json missing/x.json -- python", "--json='missing/x.json': it cannot"),
+        ("--device h100 --output . -- python", "--output='.': it is not empty"),
+    ],
+)
+def test_an_invalid_option_is_refused_before_the_start(
+    arguments, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
     with pytest.raises(SystemExit) as exit_:
-        main(["emulate", *arguments])
+        main(["emulate", *arguments.split()])
     assert exit_.value.code == 2
-    assert f"--device='{arguments[1]}': give " in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_the_list_has_the_devices_with_cuda(capsys):
@@ -116,41 +132,128 @@ def test_ctrl_c_is_not_a_time_limit(script, minutes, result, tmp_path, monkeypat
     assert launcher._run(command, tmp_path, dict(os.environ), minutes) == result
 
 
-APPENDS = "import sys; open('log.txt', 'a').write(sys.argv[1])"
+def test_links_do_not_lead_the_mirror_round_in_a_circle(tmp_path):
+    project, data, scratch = (tmp_path / name for name in ("project", "data", "project/out"))
+    (project / "locked").mkdir(parents=True)
+    (project / "locked").chmod(0)
+    data.mkdir()
+    for link, target in {"loop": ".", "up": "..", "data": data, "twice": data, "gone": "x"}.items():
+        (project / link).symlink_to(target)
+    assert list(mirror(project, scratch)) == [str(project), str(data)]
+    assert sorted(path.name for path in scratch.iterdir()) == sorted(
+        ["locked", "loop", "up", "data", "twice", "gone"]
+    )
+    assert (scratch / "loop").resolve() == scratch
+    assert (scratch / "data").resolve() == (scratch / "twice").resolve()
+    assert (scratch / "up").resolve() == tmp_path
 
 
 @pytest.fixture(params=["", "-D_FORTIFY_SOURCE=3"])
 def preloaded(request, tmp_path):
+    """A project in the folder `own`, its mirror and the environment of a program."""
     library = tmp_path / "scratch.so"
     flags = ["-std=gnu11", "-O1", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
     command = ["gcc", *flags, *request.param.split(), SOURCES / "scratch.c", "-o", library, "-ldl"]
     subprocess.run(command, check=True)
-    scratch = tmp_path / "scratch"
-    scratch.mkdir()
-    variables = {"LD_PRELOAD": str(library), "EMULATE_SCRATCH": str(scratch)}
-    return scratch, {**os.environ, **variables}
+    own, disk, scratch = tmp_path / "own", tmp_path / "disk", tmp_path / "scratch"
+    for folder in (own / "runs", own / ".cache/deep", own / "old", disk):
+        folder.mkdir(parents=True)
+    (own / "disk").symlink_to(disk)
+    names = (
+        "log.txt",
+        "log2.txt",
+        "runs/model.pt",
+        "old/x",
+        ".cache/deep/x",
+        "disk/y",
+        "trials.db",
+    )
+    for name in names:
+        (own / name).write_text("" if name == "trials.db" else "own")
+    (own / "latest").symlink_to("runs/model.pt")
+    folders = "".join(f"{one}\x1f{two}\x1f" for one, two in mirror(own, scratch).items())
+    variables = {"EMULATE_SCRATCH": str(scratch), "EMULATE_FOLDERS": folders}
+    return own, scratch, {**os.environ, **variables, "LD_PRELOAD": str(library)}
 
 
-def test_simultaneous_writes_are_kept_and_the_original_is_not_changed(preloaded, tmp_path):
-    scratch, environment = preloaded
-    own = tmp_path / "log.txt"
-    own.write_text("own")
-    (scratch / "log.txt").symlink_to(own)
+def state(folder):
+    return {
+        path: (path.stat().st_mtime_ns, path.stat().st_mode, path.is_file() and path.read_bytes())
+        for path in folder.rglob("*")
+    }
+
+
+# Each path leads to the user's own folder.
+CHANGES = """
+import os, pathlib, shutil, sqlite3, subprocess
+root = pathlib.Path("log.txt").resolve().parent
+(root / "runs").mkdir(exist_ok=True)
+(root / "runs/model.pt").write_text("new")
+(root / "new/deep").mkdir(parents=True)
+(root / "new/deep/a").write_text("a")
+assert (root / "new/deep/a").read_text() == "a" and os.listdir(root / "new") == ["deep"]
+shutil.copy2(root / "new/deep/a", root / "new/b")
+with open(root / "log.txt", "a") as file:
+    file.write("+")
+os.utime("old/x", (1, 1))
+os.chmod(root / "old/x", 0o600)
+os.chmod(".cache", 0o700)
+(root / ".cache/deep/x").write_text("changed")
+pathlib.Path("disk/y").resolve().write_text("changed")
+assert pathlib.Path("disk/y").read_text() == "changed"
+assert not [entry for entry in os.scandir("old") if entry.is_symlink()]
+shutil.copytree("old", root / "copied")
+os.rename(root / "old", root / "older")
+assert not (root / "old").exists() and (root / "older/x").stat().st_mtime == 1
+os.chdir(root)
+pathlib.Path("latest").write_text("linked")
+os.symlink(root / "new/b", root / "mine")
+with open("mine", "a") as file:
+    file.write("b")
+assert (root / "runs/model.pt").read_text() == "linked"
+assert (root / "mine").resolve().read_text() == (root / "new/b").read_text() == "ab"
+sqlite3.connect(f"file:{root}/trials.db?mode=rw", uri=True).execute("create table t (x)")
+shell = "cd $0/new && echo s > s.txt && mv s.txt ../t.txt && sed -i s/o/x/ $0/log2.txt"
+subprocess.run(["sh", "-c", f"{shell} && cp -a $0/runs $0/r", root], check=True)
+os.link(root / ".cache/deep/x", "hard")
+with open("hard", "a") as file:
+    file.write("more")
+"""
+
+
+def test_absolute_paths_below_the_program_lead_to_its_mirror(preloaded):
+    own, scratch, environment = preloaded
+    before = state(own.parent / "disk"), state(own)
+    subprocess.run([sys.executable, "-c", CHANGES], cwd=scratch, env=environment, check=True)
+    assert (state(own.parent / "disk"), state(own)) == before
+    written = dict(written_files(scratch))
+    assert " ".join(written) == (
+        ".cache/deep/x copied/x disk/y hard log.txt log2.txt new/b new/deep/a older/x r/model.pt"
+        " runs/model.pt t.txt trials.db"
+    )
+    assert written["trials.db"] > 0
+
+
+APPENDS = "import sys; open('log.txt', 'a').write(sys.argv[1])"
+
+
+def test_simultaneous_writes_are_kept_and_the_original_is_not_changed(preloaded):
+    own, scratch, environment = preloaded
     programs = [
         subprocess.Popen([sys.executable, "-c", APPENDS, text], cwd=scratch, env=environment)
         for text in "abcd"
     ]
     assert [program.wait() for program in programs] == [0] * 4
-    assert own.read_text() == "own"
+    assert (own / "log.txt").read_text() == "own"
     written = (scratch / "log.txt").read_text()
     assert (written[:3], sorted(written[3:])) == ("own", list("abcd"))
 
 
 def test_a_link_of_the_program_stays_a_link(preloaded):
-    scratch, environment = preloaded
-    script = "echo one > run.log; ln -s run.log latest.log; echo two >> latest.log; cat run.log"
+    _, scratch, environment = preloaded
+    script = "echo one > run.log; ln -s run.log last.log; echo two >> last.log; cat run.log"
     done = subprocess.run(
         ["sh", "-c", script], cwd=scratch, env=environment, capture_output=True, text=True
     )
     assert done.stdout == "one\ntwo\n"
-    assert (scratch / "latest.log").is_symlink()
+    assert (scratch / "last.log").is_symlink()
