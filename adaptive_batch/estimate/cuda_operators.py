@@ -3,7 +3,7 @@
 Fake tensors are on a CPU, which has other kernels for attention, norms and dropout.
 :class:`CudaKernels` replaces these functions by ones that save the tensors of CUDA's for backward
 and allocate the same large buffers; `_BUFFERS` has their shapes. Buffers below a thousandth of the
-peak are not counted: semaphores, partial sums of reductions, split keys, buffers for sorting.
+peak are not counted: semaphores, partial sums of rows, split keys, buffers for sorting.
 docs/accuracy.md compares the estimates with PyTorch's CUDA build.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from math import ceil, gcd, prod
 from typing import Any, Literal
 
 import torch
@@ -99,10 +100,17 @@ class CudaKernels:
 
     Args:
         compute_capability: capability such as (9, 0); None for (8, 0).
+        multiprocessors: multiprocessors of the device; 0 for those of an A100.
     """
 
-    def __init__(self, compute_capability: tuple[int, int] | None = None) -> None:
+    def __init__(
+        self, compute_capability: tuple[int, int] | None = None, multiprocessors: int = 0
+    ) -> None:
         self.capability = compute_capability or (8, 0)
+        self._multiprocessors = multiprocessors or 108
+        self._has_small_multiprocessors = (
+            self.capability in ((8, 6), (8, 7), (8, 9)) or self.capability[0] == 12
+        )
         self._functions: dict[str, Callable[..., Any]] = {
             "scaled_dot_product_attention": self.attention,
             "estimated_attention": self._packed_attention,
@@ -229,9 +237,8 @@ class CudaKernels:
             return "cudnn"
 
         trains = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        has_little_shared_memory = capability in ((8, 6), (8, 7), (8, 9)) or capability[0] == 12
         lacks_backward = (
-            has_little_shared_memory and head_dim > 192 and (head_dim <= 224 or dropout > 0)
+            self._has_small_multiprocessors and head_dim > 192 and (head_dim <= 224 or dropout > 0)
         )
         fits_flash = (
             capability >= (8, 0)
@@ -267,11 +274,54 @@ class CudaKernels:
             aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
             aten.embedding_dense_backward.default: _embedding_backward,
+            aten._trilinear.default: _trilinear,
+            aten._grouped_mm.default: _grouped_mm,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
         }
         for kernel, operator in _BACKWARDS.items():
             replacements[operator] = partial(_attention_backward, kernel)
+        for operator in (aten.sum.dim_IntList, aten.mean.dim):
+            replacements[operator] = partial(self._sum, operator)
         return replacements
+
+    def _sum(
+        self, operator: Any, tensor: Tensor, dims: Sequence[int] | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        result: Tensor = operator(tensor, dims, *args, **kwargs)
+        size = self._partial_sums(tensor, dims or ()) * max(4, result.element_size())
+        # At least one byte, so that the program does not depend on the number of rows.
+        torch.empty(max(1, size), dtype=torch.uint8)
+        return result
+
+    def _partial_sums(self, tensor: Tensor, dims: Sequence[int]) -> int:
+        """Return the partial sums in the buffer of a sum over columns.
+
+        native/cuda/Reduce.cuh, ``setReduceConfig``: each thread adds up `vector` columns, a block
+        `width * vector` ones, and several blocks share the rows of a column.
+        """
+        summed = {dim % (tensor.dim() or 1) for dim in dims}
+        kept = [dim for dim in range(tensor.dim()) if dim not in summed and tensor.shape[dim] > 1]
+        summed_strides = [tensor.stride(dim) for dim in summed if tensor.shape[dim] > 1]
+        if not kept or not summed_strides or min(summed_strides) < tensor.stride(kept[-1]):
+            return 0
+        # Threads read 4 columns at once if these are adjacent and aligned.
+        strides = [*summed_strides, *(tensor.stride(dim) for dim in kept[:-1])]
+        is_adjacent = tensor.stride(kept[-1]) == 1
+        vector = gcd(4, tensor.shape[kept[-1]], *strides) if is_adjacent else 1
+        outputs: int = prod(tensor.shape[dim] for dim in kept)
+        columns = outputs // vector
+        threads = 512 // vector
+        width = min(32, 1 << (columns.bit_length() - 1))
+        rows_per_thread = ceil(tensor.numel() // outputs * width / threads)
+        grid = ceil(columns / width)
+        max_threads = 1536 if self._has_small_multiprocessors else 2048
+        if self.capability == (7, 5):
+            max_threads = 1024
+        blocks = self._multiprocessors * (max_threads // threads)
+        if rows_per_thread < 256 or grid > blocks:
+            return 0
+        shares = min(ceil(blocks / grid), ceil(rows_per_thread / 16))
+        return outputs * width * vector * max(shares, ceil(rows_per_thread / 256))
 
 
 @contextmanager
@@ -470,6 +520,31 @@ def _embedding_backward(
         num_groups = num_tokens // 10 + min(num_tokens, words)
         _floats((num_groups, gradient.shape[-1]))
     return result
+
+
+def _trilinear(*args: Any) -> Tensor:
+    """Run nn.Bilinear's products for real, so that each of its operators is counted."""
+    keys = private.DispatchKeySet(private.DispatchKey.CPU)
+    result: Tensor = aten._trilinear.default.redispatch(keys, *args)
+    return result
+
+
+def _grouped_mm(
+    first: Tensor,
+    second: Tensor,
+    ends: Tensor | None = None,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """native/cuda/GroupedBlas.cpp: the products of groups, in any dtype."""
+    shape = [*first.shape[:-1], second.shape[-1]]
+    if first.dim() == second.dim() == 2:
+        assert ends is not None
+        shape = [len(ends), *shape]
+    elif second.dim() == 2:
+        # The groups are columns of the second matrix.
+        shape = shape[1:]
+    return first.new_empty(shape, dtype=dtype)
 
 
 def _safe_softmax(scores: Tensor, *args: Any) -> Tensor:

@@ -71,7 +71,7 @@ class EstimatedDevice:
     @property
     def kernels(self) -> CudaKernels:
         """Kernels of PyTorch for the device; those of Ampere for a size."""
-        return CudaKernels(self.compute_capability)
+        return CudaKernels(self.compute_capability, self.multiprocessors)
 
     def describe(self) -> str:
         """Return the device with its memory, such as ``H100 (79.11 GiB)``."""
@@ -164,9 +164,9 @@ def find_device(name_or_size: Any, key: str = _KEY) -> EstimatedDevice:
 
 def group_by_kernels(devices: Sequence[EstimatedDevice]) -> list[list[int]]:
     """Group the indices of devices that run the same kernels."""
-    groups: dict[str, list[int]] = {}
+    groups: dict[tuple[str, int], list[int]] = {}
     for index, device in enumerate(devices):
-        groups.setdefault(device.architecture, []).append(index)
+        groups.setdefault((device.architecture, device.multiprocessors), []).append(index)
     return list(groups.values())
 
 

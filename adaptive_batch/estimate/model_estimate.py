@@ -406,12 +406,23 @@ def estimate_length(
 
     fits = [find_fit(length, target) for target in targets]
     if is_checked:
-        most_rows = max(fit.max_batch_size for fit in fits)
-        # More rows than those of the curve, even if they do not fit.
-        checked_rows = max(more[0] + 1, min(most_rows, collated_rows))
-        counted_bytes = max(step.trace(checked_rows, forward_backward=run).live_bytes)
-        check = CurveCheck(checked_rows, counted_bytes, curve.peak_bytes(checked_rows))
-        length = replace(length, check=check)
+        # Some buffers do not grow linearly. Then a curve of two sizes near the result replaces it.
+        for is_last_round in (False, False, False, True):
+            most_rows = max(fit.max_batch_size for fit in fits)
+            # More rows than those of the curve, even if they do not fit.
+            checked_rows = max(more[0] + 1, min(most_rows, collated_rows))
+            checked = step.trace(checked_rows, forward_backward=run)
+            expected_bytes = length.traced_curve.peak_bytes(checked_rows)
+            check = CurveCheck(checked_rows, max(checked.live_bytes), expected_bytes)
+            length = replace(length, check=check)
+            if is_last_round or not check.is_off:
+                break
+            fewer = step.trace(checked_rows - 1, forward_backward=run)
+            if fewer.program != checked.program:
+                break
+            pair = (checked_rows - 1, fewer), (checked_rows, checked)
+            length = replace(length, traced_curve=MemoryCurve.from_traces(*pair), check=None)
+            fits = [find_fit(length, target) for target in targets]
         fits = [
             find_traced_fit(length, target, fit) for target, fit in zip(targets, fits, strict=True)
         ]

@@ -62,7 +62,8 @@ LONG = {"QLoRA"}
 
 def estimated(cfg, rows, tokens, *, micro_batches=1):
     """Return the log of a run on fake tensors of the device that PyTorch uses."""
-    device = FakeDevice(CudaKernels(torch.cuda.get_device_capability()))
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    device = FakeDevice(CudaKernels(torch.cuda.get_device_capability(), multiprocessors))
     run = FakeRun(cfg, device, reads_data=False)
     step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
     step.trace(rows)

@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive_batch.estimate import CudaKernels, FakeDevice, left_out
+from adaptive_batch.estimate import CudaKernels, FakeDevice, find_device, left_out
 
 LLAMA = {"dtype": torch.bfloat16, "head_dim": 128, "mask": False, "requires_grad": True}
 
@@ -108,3 +109,90 @@ def test_uncounted_memory_is_named() -> None:
     ):
         (sentence,) = left_out(module, architectures, world_size=ranks)
         assert words in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "dims", "dtype", "num_bytes"),
+    [
+        ("RTX4090", (4096, 2304), [0], torch.bfloat16, 75497472),
+        ("RTX4090", (4096, 2304), [0], torch.float64, 150994944),
+        ("RTX4090", (1000, 2304), [0], torch.float32, 0),
+        ("RTX4090", (8192, 2304), [0], torch.float32, 101449728),
+        ("RTX4090", (100000, 4096), [0], torch.bfloat16, 205520896),
+        ("RTX4090", (64, 512, 768), [0, 1], torch.float32, 100663296),
+        ("RTX4090", (4, 2048, 1024), [1], torch.float32, 67108864),
+        ("RTX4090", (70000, 33), [0], torch.float32, 811008),
+        ("RTX4090", (2048, 510), [0], torch.float32, 2088960),
+        ("RTX4090", (16, 128, 28, 28), [0, 2, 3], torch.float32, 0),
+        ("RTX4090", (4096, 768), [-1], torch.float32, 0),
+        ("H100", (8192, 2304), [0], torch.bfloat16, 139198464),
+    ],
+)
+def test_a_sum_over_columns_has_the_partial_sums_of_an_emulated_device(
+    name, shape, dims, dtype, num_bytes
+):
+    device = FakeDevice(find_device(name).kernels)
+    with device.counting() as counter:
+        tensor = torch.empty(shape, dtype=dtype)
+        before = len(counter.log)
+        result = tensor.sum(dims)
+        sizes = [size for size in counter.log[before:] if size > 0]
+    assert sizes == [result.nbytes, max(1, num_bytes)]
+
+
+def test_the_products_of_bilinear_are_counted():
+    device = FakeDevice(CudaKernels())
+    with device.counting() as counter:
+        module = nn.Bilinear(32, 8, 16, bias=False)
+        inputs = torch.empty(100, 32), torch.empty(100, 8)
+        before = len(counter.log)
+        module(*inputs)
+        sizes = [size for size in counter.log[before:] if size > 0]
+    # For each output: a product with the weight, and its product with the second input.
+    assert sizes == [4 * 100 * 16, *(4 * 100 * 8, 4 * 100) * 16]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "ends"),
+    [
+        ((6, 8), (3, 8, 16), [2, 4, 6]),
+        ((8, 12), (12, 16), [4, 8, 12]),
+        ((3, 6, 8), (8, 12), [4, 8, 12]),
+        ((3, 6, 8), (3, 8, 16), None),
+    ],
+)
+def test_grouped_products_have_the_shapes_of_real_ones_in_float32(first, second, ends):
+    offsets = ends and torch.tensor(ends, dtype=torch.int32)
+    real = functional.grouped_mm(torch.ones(first), torch.ones(second), offs=offsets)
+    with FakeDevice(CudaKernels()).counting():
+        offsets = ends and torch.tensor(ends, dtype=torch.int32)
+        fake = functional.grouped_mm(torch.empty(first), torch.empty(second), offs=offsets)
+    assert fake.shape == real.shape
+
+
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "node"),
+    [
+        (torch.float32, {}, None),
+        (torch.float32, {"attention_mask"}, None),
+        (torch.float32, {"position_ids"}, None),
+        (torch.bfloat16, {}, "Flash"),
+        (torch.bfloat16, {"attention_mask"}, "Efficient"),
+    ],
+)
+def test_transformers_runs_the_attention_with_the_most_memory_that_the_batch_allows(
+    dtype, arguments, node
+):
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 8}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).to(dtype)
+    device = FakeDevice(CudaKernels((8, 9)))
+    device.move(model)
+    with device.counting():
+        batch = {name: torch.ones(2, 16, dtype=torch.long) for name in ("input_ids", *arguments)}
+        device.move_batch(batch)
+        output = model(**batch, use_cache=False).logits
+    names = [name for name in names_of(output) if "ScaledDotProduct" in name]
+    # None: products and a softmax.
+    assert names == ([f"ScaledDotProduct{node}AttentionBackward0"] if node else [])

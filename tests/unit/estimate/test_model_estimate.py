@@ -50,6 +50,21 @@ def sample(rows=2, length=32):
     }
 
 
+def test_buffers_that_do_not_grow_linearly_need_no_warning():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+    estimate = estimate_memory(
+        model,
+        torch.zeros(2, 64, 1024),
+        torch.optim.SGD(model.parameters()),
+        "RTX4090",
+        mean_loss=lambda batch: model(batch).square().mean(),
+    )
+    check = estimate.lengths[0].check
+    assert check.rows > 1000
+    assert not check.is_off
+
+
 def test_a_meta_model_is_estimated_and_stays_on_meta():
     with torch.device("meta"):
         model = Tied(dim=1024, words=50_000)
