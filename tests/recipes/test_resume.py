@@ -445,7 +445,8 @@ def test_rate_and_decay_change_if_allowed_by_name(small):
     overrides = (SAVES, *DROPOUT, *FEATURES["cosine"])
     whole = small.run_in_process(OURS, *overrides)
     folder = stopped_after(whole, small, 9)
-    changes = ("optimizer.lr=0.001", "optimizer.weight_decay=0.3")
+    # The batch is the reference, so that linear scaling leaves the rates.
+    changes = ("optimizer.lr=0.001", "optimizer.weight_decay=0.3", "lr_scaling=linear")
     allowed = "resume_allow_changes=[optimizer.lr,optimizer.weight_decay]"
     resumed = resume_run(small, folder, *overrides, *changes, allowed)
     before = [float(rate) for rate in whole.figures("lr")]
@@ -454,8 +455,8 @@ def test_rate_and_decay_change_if_allowed_by_name(small):
     assert after == pytest.approx([rate / 10 for rate in before[9:]])
     assert [
         (change["before"], change["after"])
-        for change in records(folder, "optimizer.lr", "optimizer.weight_decay")
-    ] == [(0.01, 0.001), (None, 0.3)]
+        for change in records(folder, "optimizer.lr", "optimizer.weight_decay", "lr_scaling")
+    ] == [("none", "linear"), (0.01, 0.001), (None, 0.3)]
     assert audit(folder).problems == ()
     saved = max(checkpoints_in(folder)[0], key=lambda point: point.step)
     (group,) = saved.load()[0]["optimizer"]["param_groups"]
