@@ -115,7 +115,7 @@ class AdaptiveArguments(PlainArguments):
 
     @property
     def may_split(self) -> bool:
-        """Whether a batch may run as several micro-batches."""
+        """True if a batch may run as several micro-batches."""
         sizes = (self.micro_batch_size, self.micro_batch_tokens)
         return sizes != (None, None) or self.options.on_out_of_memory != "raise"
 
