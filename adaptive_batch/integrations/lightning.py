@@ -288,7 +288,13 @@ class _ModuleLogs(PartLogs):
     def __init__(self, module: LightningModule) -> None:
         modules = [*module.modules()]
         metrics = [each for each in modules if isinstance(each, Metric)]
-        others = [each for each in modules if not isinstance(each, Metric)]
+        others = [
+            each
+            for each in modules
+            # Saving the attributes of each layer in each batch takes time.
+            if not isinstance(each, Metric)
+            and not type(each).__module__.startswith(("torch.", "transformers."))
+        ]
         super().__init__(module, [*others, SimpleNamespace(of=metrics)], skipped=_OF_MODULES)
         self.means: Mapping[Any, torch.Tensor] = {}
 
