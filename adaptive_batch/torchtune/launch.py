@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from torchtune import config, training, utils
 
 from adaptive_batch import distributed
+from adaptive_batch._util import is_emulated
 from adaptive_batch.config_files import config_files
 from adaptive_batch.distributed import EXIT_STATUS, Terminated, Watchdog, raising_on_request
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -126,8 +127,8 @@ def no_component_exits() -> Iterator[None]:
     try:
         yield
     except SystemExit as error:
-        # The exit of our own: a requested stop, after training was saved.
-        if error.code == EXIT_STATUS:
+        # Our own exits: a requested stop, after training was saved, and `emulate --steps`.
+        if error.code == EXIT_STATUS or is_emulated():
             raise
         *_, caller = traceback.extract_tb(error.__traceback__)
         place = f"{caller.name} ({caller.filename}:{caller.lineno})"

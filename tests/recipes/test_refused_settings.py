@@ -276,6 +276,11 @@ def test_an_exit_within_a_run_is_an_error_that_names_the_line(small, recipe, sta
         small.run_in_process(recipe, *ENDS, f"loss.status={status}")
 
 
+def test_the_limit_of_steps_of_emulate_ends_a_run_with_status_0(small, monkeypatch):
+    monkeypatch.setenv("ADAPTIVE_BATCH_EMULATED", "1")
+    small.run_in_process(OURS, *ENDS, "loss.status=0")
+
+
 def test_ctrl_c_goes_through(small):
     with pytest.raises(KeyboardInterrupt):
         small.run_in_process(OURS, *ENDS, "loss.status=null")
