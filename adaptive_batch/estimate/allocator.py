@@ -186,6 +186,7 @@ class CachingAllocator:
 
     Args:
         settings: settings of the allocator.
+        device_bytes: total memory of the device, which limits the addresses of a segment.
 
     Attributes:
         segments: first block of each segment.
@@ -193,7 +194,11 @@ class CachingAllocator:
             so they are their own peak; the other peaks have the prefix ``peak_``.
     """
 
-    def __init__(self, settings: AllocatorSettings | None = None) -> None:
+    def __init__(
+        self, settings: AllocatorSettings | None = None, device_bytes: int = _EXPANDABLE
+    ) -> None:
+        # An expandable segment has addresses for 9/8 of the memory.
+        self._segment_bytes = device_bytes * 9 // 8
         self._is_expandable = settings is not None and settings.expandable_segments
         # Pools by stream and whether blocks are small.
         self._pools: dict[tuple[int, bool], _Pool] = {}
@@ -280,11 +285,12 @@ class CachingAllocator:
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        # PyTorch sizes the last block of an expandable segment with all addresses after it, so any
-        # other sufficient block is smaller.
-        is_last_block = self._is_expandable and free[place].block is pool.last
-        if is_last_block and place + 1 < len(free):
-            place += 1
+        # The last block of an expandable segment counts with all addresses after it.
+        block = free[place].block
+        if self._is_expandable and block is pool.last and place + 1 < len(free):
+            end_of_segment = block.segment + self._segment_bytes
+            if free[place + 1].size < end_of_segment - block.address:
+                place += 1
         return free.pop(place).block
 
     def _reserve(self, pool: _Pool, size: int) -> Block:

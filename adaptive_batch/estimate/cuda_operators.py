@@ -34,15 +34,14 @@ _CUDA: Any = torch.backends.cuda
 
 # Float32 buffers in the backward of attention [rows, heads, tokens, head_dim]: sums of the
 # gradient, and the gradient of the query padded to the kernel's blocks. Flash attention pads each
-# packed row.
+# packed row. In efficient attention, each block has a header of 4 numbers.
 _BUFFERS: dict[str, Callable[[Tensor, int], Shapes]] = {
     "flash": lambda query, rows: [
         (query.shape[1], _padded(query, rows), width)
         for width in (1, round_up(query.shape[3], 32 if query.shape[3] <= 128 else 64))
     ],
     "efficient": lambda query, _: [
-        query.shape[:3],
-        (*query.shape[:2], round_up(query.shape[2], 64), round_up(query.shape[3], 64)),
+        (*query.shape[:2], ceil(query.shape[2] / 64), ceil(query.shape[3] / 64), 64 * 64 + 4)
     ],
     "cudnn": lambda query, _: [(*query.shape[:3], query.shape[3] + 1)],
 }
@@ -114,8 +113,8 @@ class CudaKernels:
         self._functions: dict[str, Callable[..., Any]] = {
             "scaled_dot_product_attention": self.attention,
             "estimated_attention": self._packed_attention,
-            "rms_norm": _fused_rms_norm,
-            "layer_norm": _layer_norm,
+            "rms_norm": partial(_fused_rms_norm, self._multiprocessors),
+            "layer_norm": partial(_layer_norm, self._multiprocessors),
             "dropout": _dropout,
         }
 
@@ -411,6 +410,8 @@ def _attention_backward(
         output = others[0]
         buffers.append(output.transpose(1, 2).contiguous())
     gradients = tuple(torch.empty_like(tensor) for tensor in (query, key, value))
+    if kernel == "efficient":
+        buffers.append(_sums_of_products(gradient, others[1]))
     buffers += [_floats(shape) for shape in _BUFFERS[kernel](query, rows)]
     if kernel == "flash" and key.shape[1] != query.shape[1]:
         # Key and value, which query heads share, first get one gradient for each query head.
@@ -419,6 +420,13 @@ def _attention_backward(
     if kernel == "efficient":
         return (*gradients, None)
     return gradients
+
+
+def _sums_of_products(gradient: Tensor, output: Tensor) -> Tensor:
+    # Both converted tensors exist until the sums do.
+    factors = gradient.transpose(1, 2).float(), output.transpose(1, 2).float()
+    product = factors[0] * factors[1]
+    return product.sum(-1).transpose(1, 2).contiguous()
 
 
 def _packed_backward(
@@ -441,17 +449,22 @@ def _padded(query: Tensor, rows: int) -> int:
 
 
 def _fused_rms_norm(
-    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
+    multiprocessors: int,
+    input: Tensor,
+    normalized_shape: Any,
+    weight: Tensor | None = None,
+    eps: Any = None,
 ) -> Tensor:
     # native/layer_norm.cpp: weights of another dtype are not fused.
     if weight is not None and weight.dtype != input.dtype:
         return _rms_norm(input, normalized_shape, weight)
     # One root mean square per row is saved.
     shape = input.shape[: -len(normalized_shape)]
-    return _run(_Norm, [shape], input, weight)
+    return _run(_Norm, multiprocessors, [shape], input, weight)
 
 
 def _layer_norm(
+    multiprocessors: int,
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -461,16 +474,19 @@ def _layer_norm(
 ) -> Tensor:
     # A mean and a deviation per row are saved.
     shape = input.shape[: -len(normalized_shape)]
-    return _run(_Norm, [shape, shape], input, weight, bias)
+    return _run(_Norm, multiprocessors, [shape, shape], input, weight, bias)
 
 
 class _Norm(torch.autograd.Function):
     """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda``."""
 
     @staticmethod
-    def forward(ctx: Any, saved_sums: Shapes, tensor: Tensor, *weights: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, multiprocessors: int, saved_sums: Shapes, tensor: Tensor, *weights: Tensor | None
+    ) -> Tensor:
         output = torch.empty_like(tensor.contiguous())
         ctx.save_for_backward(tensor, *weights, *map(_floats, saved_sums))
+        ctx.multiprocessors = multiprocessors
         return output
 
     @staticmethod
@@ -479,8 +495,19 @@ class _Norm(torch.autograd.Function):
         # The kernel copies both if they are not contiguous, and keeps the copies until it returns.
         copies = gradient.contiguous(), tensor.contiguous()
         # needs_input_grad has no entries for the sums.
-        inputs = zip((copies[1], *weights_and_sums), ctx.needs_input_grad[1:], strict=False)
-        return None, *(torch.empty_like(input) if needs else None for input, needs in inputs)
+        inputs = zip((copies[1], *weights_and_sums), ctx.needs_input_grad[2:], strict=False)
+        gradients = [torch.empty_like(input) if needs else None for input, needs in inputs]
+        weights = [weight for weight in gradients[1:] if weight is not None]
+        if weights:
+            width = weights[0].numel()
+            rows = tensor.numel() // width
+            # With many rows and few columns, the gradients are sums of partial sums.
+            if rows > 2**16 and width // 32 < ctx.multiprocessors // 2:
+                shares = min(ceil(rows / 32), 2**20 // width)
+                partial_sums = [weight.new_empty(shares, width) for weight in weights]
+                for sums in partial_sums:
+                    sums.sum(0)
+        return None, None, *gradients
 
 
 class _Dropout(torch.autograd.Function):

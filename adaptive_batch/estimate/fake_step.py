@@ -311,7 +311,7 @@ class FakeDevice:
         def find(position_ids: torch.Tensor) -> Any:
             is_of_batch = position_ids.untyped_storage() in self._batch_storages
             with private.disable_current_modes():
-                drops_mask = find_packed(torch.arange(2)[None]) is None
+                drops_mask = find_packed(torch.arange(2, device="cpu")[None]) is None
             return None if drops_mask and not is_of_batch else find_packed(position_ids)
 
         def use(mask: Any, key: torch.Tensor, *value: Any) -> Any:

@@ -37,6 +37,20 @@ def test_streams_share_no_blocks(expandable_segments):
     assert device.reserved_bytes == 80 * MIB
 
 
+@pytest.mark.parametrize(("device_mib", "is_last"), [(800, True), (8000, False)])
+def test_the_last_block_of_an_expandable_segment_counts_with_the_rest_of_its_addresses(
+    device_mib, is_last
+):
+    device = CachingAllocator(AllocatorSettings(expandable_segments=True), device_mib * MIB)
+    first, between, last = (device.malloc(size * MIB) for size in (500, 20, 100))
+    device.free(first)
+    device.free(last)
+    # 9/8 of 800 MiB are 900 MiB, of which 380 MiB are left for the last block.
+    block = device.malloc(50 * MIB)
+    assert block.address == (last.address if is_last else first.address)
+    assert between.is_allocated
+
+
 def test_the_environment_is_read(monkeypatch):
     text = "pinned_use_background_threads:True, expandable_segments:True,backend:native"
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", text)

@@ -140,6 +140,29 @@ def test_a_sum_over_columns_has_the_partial_sums_of_an_emulated_device(
     assert sizes == [result.nbytes, max(1, num_bytes)]
 
 
+@pytest.mark.parametrize(
+    ("rows", "columns", "expected"),
+    [
+        (65536, 768, []),
+        (65537, 768, [1365, 1365, 1, 2816, 1, 2816]),
+        (100000, 128, [3125, 3125, 1, 6272, 1, 6272]),
+        (100000, 2048, []),
+    ],
+)
+def test_the_backward_of_a_norm_of_many_rows_has_the_sums_of_an_emulated_device(
+    rows, columns, expected
+):
+    device = FakeDevice(find_device("RTX4090").kernels)
+    with device.counting() as counter:
+        tensor = torch.empty(rows, columns, requires_grad=True)
+        output = nn.LayerNorm(columns)(tensor)
+        before = len(counter.log)
+        output.backward(torch.empty_like(output))
+        sizes = [size / (4 * columns) for size in counter.log[before:] if size > 0]
+    # Before them: gradients of the output, the tensor and both weights.
+    assert sizes[4:] == expected
+
+
 def test_the_products_of_bilinear_are_counted():
     device = FakeDevice(CudaKernels())
     with device.counting() as counter:
