@@ -30,7 +30,7 @@ from torchtune.modules.peft import (
 from torchtune.training.activations import apply_selective_activation_checkpointing
 
 from adaptive_batch import distributed
-from adaptive_batch._util import replaced
+from adaptive_batch._util import nearest, replaced
 from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
@@ -341,9 +341,14 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
     """Shard the model by FSDP2.
 
     Raises:
-        SettingError: `custom_sharded_layers` has a layer with tied weights.
+        SettingError: `custom_sharded_layers` has an unknown layer, or one with tied weights.
     """
     layers = list(cfg.get("custom_sharded_layers") or ())
+    unknown = [name for name in layers if name not in dict(model.named_modules())]
+    if unknown:
+        children = [name for name, _ in model.named_children()]
+        remedy = f"the model has no {unknown[0]}; {nearest(unknown[0], children)}"
+        raise SettingError("custom_sharded_layers", layers, remedy)
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
     tied_layers = [name for name in layers if name in tied]
     # A layer of its own frees its gathered weights after its forward; the output layer, which runs

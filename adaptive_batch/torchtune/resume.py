@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ class ResumedRun:
         self.progress = Progress()
         self.name = distributed.from_rank_zero(lambda: uuid.uuid4().hex[:12])
         self.changes: list[Change] = []
-        # Names of the conditions in which this run differs from the checkpoint.
+        # Keys of the conditions in which this run differs from the checkpoint.
         self._changed: list[str] = []
         # Values that `resume_allow_changes` permits, of conditions that are kept otherwise.
         self._allowed: dict[str, Any] = {}
@@ -240,13 +241,15 @@ class ResumedRun:
                 # The file of a function is `batch_increase_function.file`.
                 key, _, _ = name.partition(".")
                 if key in refused and key not in allowed:
-                    remedy = (
-                        f"the checkpoint was trained with {before!r}; resume with that, or set"
-                        f" resume_allow_changes=[{key}]"
-                    )
-                    raise SettingError(name, after, remedy)
+                    problem = f"the checkpoint was trained with {before!r}; resume with that"
+                    if name.endswith(".file"):
+                        after = now[key]
+                        file, _, _ = before.partition(",")
+                        problem = f"{file} has changed since the checkpoint; restore it"
+                    remedy = f"{problem}, or set resume_allow_changes=[{key}]"
+                    raise SettingError(key, after, remedy)
                 self._add_changed(name, before, after, "differs from the checkpoint")
-                self._changed.append(name)
+                self._changed.append(key)
             # A key that was removed has no value to set, but max_steps_per_epoch=null does: it
             # means whole epochs.
             elif name in allowed and (after is not None or name == _MAX_STEPS):
@@ -387,8 +390,11 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
             conditions[name] = config.get(name) if as_written else values[name]
     conditions |= {f"optimizer.{key}": value for key, value in config["optimizer"].items()}
     for name in ("batch_increase_function", "batch_size_schedule"):
+        function = getattr(settings, name)
+        while isinstance(function, partial):
+            function = function.func
         # Module of a function, or of the class of a callable object.
-        module = getattr(getattr(settings, name), "__module__", None) or ""
+        module = getattr(function, "__module__", None) or ""
         file = getattr(sys.modules.get(module), "__file__", None)
         # Other releases of this package change no result of its rules.
         if file is not None and not module.startswith("adaptive_batch."):

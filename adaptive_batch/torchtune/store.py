@@ -423,10 +423,12 @@ class Saver:
                 saved.
         """
         cfg = self._job.cfg
-        # An export has the merged weights of a model with adapters, which are about as large.
-        saved: Mapping[str, torch.Tensor] = trainer.model.state_dict()
+        saved: Mapping[str, torch.Tensor]
         if cfg.get("save_adapter_weights_only", False):
             saved = self._job.builder.state(trainer.model)
+        else:
+            # An export merges adapters into the base weights, so it is about as large as the model.
+            saved = trainer.model.state_dict()
         # NF4 tensors are exported in the dtype that they stand for.
         num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in saved.values())
 

@@ -169,6 +169,11 @@ REFUSED = [
         "qwen2, tied",
         {"estimate": FEW_LENGTHS, "custom_sharded_layers": ["tok_embeddings"]},
     ),
+    (
+        "custom_sharded_layers",
+        "llama3",
+        {"estimate": FEW_LENGTHS, "custom_sharded_layers": ["tok_embedding"]},
+    ),
     ("fsdp_cpu_offload", "qwen2", {"estimate": FEW_LENGTHS, "fsdp_cpu_offload": True}),
     ("estimate.sequence_lengths", "qwen2", {"estimate": {"sequence_lengths": [300]}}),
     ("tokenizer", "qwen2", {"estimate": {"sequence_lengths": None}}),

@@ -4,6 +4,7 @@ import json
 import re
 import resource
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -423,22 +424,28 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     assert sorted(path.name for path in folder.glob("epoch_*")) == ["epoch_0", "epoch_1"]
 
 
-def test_a_rule_whose_file_has_changed_is_refused_unless_allowed(small, tmp_path, monkeypatch):
+def test_a_schedule_whose_file_has_changed_is_refused_and_restarts_an_epoch_of_token_steps(
+    small, tmp_path, monkeypatch
+):
     monkeypatch.syspath_prepend(tmp_path)
     file = tmp_path / "rule_of_user.py"
-    file.write_text("def rows(epoch, batch_size): return 0\n")
-    rule = ("batch_increase_function=rule_of_user.rows", "grow_beyond_maximum=True")
-    keys = (SAVES, *rule, "micro_batch_size=4")
-    folder = stopped_after(small.run_in_process(OURS, *keys), small, 6)
-    file.write_text("def rows(epoch, batch_size): return 4 * epoch\n")
-    allowed = "resume_allow_changes=[batch_increase_function]"
+    source = "from functools import partial\ndef tokens(n, *at): return n\n"
+    file.write_text(source + "rule = partial(tokens, 150)\n")
+    keys = (*BY_TOKENS, "batch_size_schedule=rule_of_user.rule", "grow_beyond_maximum=True")
+    folder = stopped_after(small.run_in_process(OURS, *keys), small, 3)
+    file.write_text(source + "rule = partial(tokens, 99)\n")
+    sys.modules.pop("rule_of_user")
+    allowed = "resume_allow_changes=[batch_size_schedule]"
+    remedy = "rule_of_user.py has changed since the checkpoint; restore it, or set"
     with pytest.raises(SettingError) as refused:
         resume_run(small, folder, *keys)
-    assert refused.value.key == "batch_increase_function.file"
-    assert str(refused.value).endswith(allowed)
+    assert str(refused.value) == (f"batch_size_schedule='rule_of_user.rule': {remedy} {allowed}")
     resume_run(small, folder, *keys, allowed)
-    (said,) = records(folder, "batch_increase_function.file")
+    (said,) = records(folder, "batch_size_schedule.file")
     assert said["before"] != said["after"]
+    assert len(records(folder, "epoch_restarted")) == 1
+    found = audit(folder)
+    assert found.holds, found.problems
 
 
 def test_rate_and_decay_change_if_allowed_by_name(small):
