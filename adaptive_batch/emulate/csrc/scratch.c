@@ -65,11 +65,6 @@ static int is_in_folder_of(const char *variable, const char *path) {
 
 static int is_in_scratch(const char *path) { return is_in_folder_of("EMULATE_SCRATCH", path); }
 
-/* Returns whether a path of the scratch folder is a link to an entry of the user. The program's own links lead into the scratch folder, see symlink(). */
-static int is_link_to_user(const char *path, char *target) {
-  return read_link(path, target) && *target == '/' && !is_in_scratch(target);
-}
-
 /* Writes the path in the mirror of a path in a folder of the user; returns whether there is one. */
 static int find_in_mirror(const char *path, char *mirrored) {
   if (is_in_folder_of("EMULATE_CACHE", path) || is_in_folder_of("EMULATE_RECORDS", path)) return 0;
@@ -119,6 +114,14 @@ static enum place find(int folder, const char *path, char *found) {
 end:
   errno = error;
   return place;
+}
+
+/* Returns whether an absolute path is a link of the mirror to an entry of the user. Such a link is in a real folder of the scratch folder and names a
+ * real path; the program's own links lead into the scratch folder, see symlink(), or elsewhere, as links of the user in a linked folder do. */
+static int is_link_to_user(const char *path, char *target) {
+  char found[PATH_MAX], mirrored[PATH_MAX];
+  return read_link(path, target) && *target == '/' && !is_in_scratch(target) && find_in_mirror(target, mirrored)
+         && find(AT_FDCWD, path, found) == IN_SCRATCH && find(AT_FDCWD, target, found) == IN_MIRROR && !strcmp(found, mirrored);
 }
 
 static int lock_scratch(void) { /* ranks write to the same files */

@@ -156,9 +156,12 @@ def preloaded(request, tmp_path):
     command = ["gcc", *flags, *request.param.split(), SOURCES / "scratch.c", "-o", library, "-ldl"]
     subprocess.run(command, check=True)
     own, disk, scratch = tmp_path / "own", tmp_path / "disk", tmp_path / "scratch"
-    for folder in (own / "runs", own / ".cache/deep", own / "old", disk):
+    elsewhere = tmp_path / "elsewhere"
+    for folder in (own / "runs", own / ".cache/deep", own / "old", disk, elsewhere):
         folder.mkdir(parents=True)
+    (elsewhere / "x").touch()
     (own / "disk").symlink_to(disk)
+    (own / ".cache/elsewhere").symlink_to(elsewhere)
     names = (
         "log.txt",
         "log2.txt",
@@ -257,3 +260,13 @@ def test_a_link_of_the_program_stays_a_link(preloaded):
     )
     assert done.stdout == "one\ntwo\n"
     assert (scratch / "last.log").is_symlink()
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "own/../elsewhere"])
+def test_a_removed_link_does_not_remove_what_it_leads_to(target, preloaded):
+    own, scratch, environment = preloaded
+    script = "ln -s $0 mine && test -L mine && test -L .cache/elsewhere && rm -r mine .cache"
+    command = ["sh", "-c", script, own.parent / target]
+    subprocess.run(command, cwd=scratch, env=environment, check=True)
+    assert not (scratch / ".cache").exists()
+    assert (own / ".cache/elsewhere/x").exists()
