@@ -276,11 +276,10 @@ def replaced(owner: Any, **values: Any) -> Iterator[None]:
 
 
 def belongs_to(thread: threading.Thread) -> bool:
-    """Return whether this code runs in a thread, or in one that torch has started for it, such as
-    those of backward.
+    """Return whether this code runs in a thread, or in one that Python did not start, such as those
+    of backward, which may run for any thread.
     """
     current = threading.current_thread()
-    # Python did not start torch's threads, so they are dummies to it.
     return current is thread or isinstance(current, threading._DummyThread)
 
 
@@ -312,13 +311,13 @@ def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> 
     import torch
 
     thread = threading.current_thread()
-    enter: Callable[[Any], Any] = torch.autocast.__enter__
-
-    def entered(autocast: Any) -> Any:
-        with around(autocast) if belongs_to(thread) else nullcontext():
-            return enter(autocast)
-
     with one_thread:
+        enter: Callable[[Any], Any] = torch.autocast.__enter__
+
+        def entered(autocast: Any) -> Any:
+            with around(autocast) if belongs_to(thread) else nullcontext():
+                return enter(autocast)
+
         torch.autocast.__enter__ = entered  # type: ignore[method-assign]
         try:
             yield

@@ -133,8 +133,9 @@ class AdaptiveBatches(Batches):
             dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
         )
         self._listeners: list[Event] = []
-        # Steps that were done each time an epoch was read to its end.
-        self._steps_at_ends: list[int] = []
+        # Steps that were done when the last epoch was read.
+        self._steps_at_end: int | None = None
+        self._has_warned = False
         super().__init__(
             rows,
             batching,
@@ -190,14 +191,14 @@ class AdaptiveBatches(Batches):
             remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
             raise SettingError("batch_size_schedule", rule, remedy)
         yield from super().__iter__()
-        steps = self._progress.steps
-        self._steps_at_ends.append(steps)
         # A loader may read a whole epoch ahead, but not two.
-        if self._steps_at_ends.count(steps) == 2:
+        if self._progress.steps == self._steps_at_end and not self._has_warned:
+            self._has_warned = True
             log.warning(
-                "two epochs were read and step() was never called, so the epoch is repeated: call"
-                " step() after each batch"
+                "two epochs were read without a step() between them, so the epoch is repeated:"
+                " call step() after each batch"
             )
+        self._steps_at_end = self._progress.steps
 
     def __len__(self) -> int:
         """Return the number of remaining steps of this epoch, as the rules answer now."""

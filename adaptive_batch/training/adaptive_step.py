@@ -184,7 +184,7 @@ class PartStep(Step):
         try:
             return self.run_step(weighting, self.agree_on_plan(weighting, report))
         except DoesNotFitError as error:
-            if "kept whole" not in rows.treatment:
+            if not rows.keeps_values:
                 raise
             # A value that should be divided may be what does not fit.
             raise DoesNotFitError(f"{error}; of the batch, {rows.treatment}") from error
@@ -349,8 +349,9 @@ class LabelShares(Weighting[list[Any]]):
         if step.counts_over_ranks:
             # FSDP takes the mean over ranks.
             total = sum(distributed.all_gather(total)) / distributed.world_size()
-        if not total:
-            step.check.warn("labels", "a batch has no labels, so its parts do not run")
+        if candidates and not total:
+            message = "a batch has no labels, so its parts do not run"
+            step.check.warn("labels", message, on_each_rank=True)
         # A part without labels runs no loss, but its statistics may count.
         with_labels = [number for number, count in enumerate(counts) if count]
         parts: list[Part | None] = [None] * plan.number

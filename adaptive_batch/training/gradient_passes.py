@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from adaptive_batch import distributed
-from adaptive_batch._util import around_autocast, count, replaced, replaced_for_thread
+from adaptive_batch._util import around_autocast, count, one_thread, replaced, replaced_for_thread
 from adaptive_batch.data import MicroBatch
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
@@ -59,8 +59,6 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
     Functions are replaced, since activation checkpointing runs them again in backward, where a
     TorchFunctionMode is off.
     """
-    attention = functional.scaled_dot_product_attention
-    batch_norm = functional.batch_norm
 
     def attention_without_dropout(
         query: Any,
@@ -90,6 +88,9 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
         )
 
     with ExitStack() as stack:
+        stack.enter_context(one_thread)
+        attention = functional.scaled_dot_product_attention
+        batch_norm = functional.batch_norm
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             # Rates such as attention_dropout, layerdrop, drop_prob, and the dropout of an LSTM.
@@ -402,8 +403,12 @@ class GradientPasses:
                 step.forward_backward(part)
             sizes_of_draws.append(sizes)
             generators.update(random_state.changed())
-            written = self._versions().items() - versions.items()
-            self.written.update(name for name, _ in written)
+            # A parameter that the function froze is not written.
+            self.written.update(
+                name
+                for name, version in self._versions().items()
+                if versions.get(name, version) != version
+            )
             gradients.append(self._projected_gradients())
 
         if step.statistics is not None:

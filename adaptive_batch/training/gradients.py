@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adaptive_batch._util import replaced_for_thread
+from adaptive_batch._util import one_thread, replaced_for_thread
 from adaptive_batch.distributed import whole_tensor
 
 from .model_checks import check_hooks
@@ -65,7 +65,6 @@ class SavedGradients:
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
             name = "backward"
-        run_backward = getattr(torch.autograd, name)
 
         def set_aside_and_run(roots: Any, *arguments: Any, **options: Any) -> Any:
             # torch.autograd.grad accumulates nothing.
@@ -73,8 +72,10 @@ class SavedGradients:
                 self._set_aside_external(roots, is_split)
             return run_backward(roots, *arguments, **options)
 
-        with replaced_for_thread(torch.autograd, **{name: set_aside_and_run}):
-            yield
+        with one_thread:
+            run_backward = getattr(torch.autograd, name)
+            with replaced_for_thread(torch.autograd, **{name: set_aside_and_run}):
+                yield
 
     def _set_aside_external(self, roots: Any, is_split: bool) -> None:
         own = set(map(id, self._own_leaves()))

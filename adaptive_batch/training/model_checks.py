@@ -183,6 +183,9 @@ def check_ranks(model: nn.Module, sharding: Sharding) -> None:
     Raises:
         SettingError: parameters are neither sharded nor replicated.
     """
+    if any(isinstance(module, nn.DataParallel) for module in model.modules()):
+        remedy = "it divides batches itself; start a process for each GPU with torchrun"
+        raise SettingError("model", "DataParallel", remedy)
     if distributed.world_size() == 1:
         return
     if isinstance(sharding, Replicas):

@@ -103,6 +103,11 @@ class BatchSource:
         return False
 
     @property
+    def keeps_values(self) -> bool:
+        """True if each part has some values of the whole batch."""
+        return False
+
+    @property
     def treatment(self) -> str:
         return ""
 
@@ -348,6 +353,11 @@ class RowsOfBatch(BatchSource):
         return RowsOfBatch(self._batch, trims=False, is_divided=self.is_divided)
 
     @property
+    def keeps_values(self) -> bool:
+        """True if a value is kept whole."""
+        return not all(self.is_divided.values())
+
+    @property
     def treatment(self) -> str:
         """Description of the keys for errors: divided, cut or kept whole."""
         keys_by_treatment: dict[str, list[str]] = {}
@@ -588,7 +598,8 @@ class LabelCounter:
         first = 0 if counts_first else 1
         if labels.is_nested:
             # A nested tensor has no columns to slice.
-            return sum(_num_labels(row[first:]) for row in labels.unbind())
+            rows = labels.unbind()
+            return sum(_num_labels(row[first:] if row.dim() == 1 else row) for row in rows)
         if labels.dim() == 2 and self._are_of_tokens(labels, batch):
             labels = labels[:, first:]
         return _num_labels(labels)

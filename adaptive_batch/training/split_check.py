@@ -167,6 +167,7 @@ class SplitCheck:
                 "first labels",
                 "a part is left out, since its only labels are the first ones of its rows, and no"
                 f" check has shown yet whether they count; give {self._step.terms.num_labels}",
+                on_each_rank=True,
             )
 
     def _check_batch(self, rows: BatchSource, pieces: Sequence[MicroBatch], num_parts: int) -> None:
@@ -243,7 +244,10 @@ class SplitCheck:
         other = self._passes.compare(sample, other_shares, by_row=by_row)
         if other is None or not other.is_measured:
             return result
-        if result.is_measured:
+        if not result.is_measured:
+            if other.difference > tolerance:
+                return result
+        else:
             both_fit = max(result.difference, other.difference) <= tolerance
             self.shares_cancel = both_fit and _shares_cancel(result, other)
             if self.shares_cancel or other.difference >= result.difference / 2:
@@ -259,6 +263,7 @@ class SplitCheck:
         Raises:
             SettingError: none of these explains it.
         """
+        given = sample
         by_row = result.has_other_draws
         if by_row:
             # Random numbers explain the difference if it vanishes with the row's own seeds.
@@ -296,9 +301,9 @@ class SplitCheck:
             if result.has_other_draws:
                 self._warn_incomparable("the loss draws random numbers that belong to no row")
                 return
+            # An auxiliary loss explains the difference if it vanishes without it.
             with without_auxiliary_loss(self._step.model) as coefficient:
-                # An auxiliary loss explains the difference if it vanishes without it.
-                other = self._measure(sample, tolerance, by_row=by_row) if coefficient else None
+                other = self._measure(given, tolerance, by_row=by_row) if coefficient else None
             if other is not None and other.difference <= tolerance:
                 self.warn(
                     "auxiliary loss",
@@ -407,9 +412,10 @@ class SplitCheck:
             tolerance = _TOLERANCE_ONE_ROW
         return max(distributed.all_gather(tolerance))
 
-    def warn(self, kind: str, message: str) -> None:
-        """Log the first message of a kind."""
-        if kind not in self._warned and distributed.is_rank_zero():
+    def warn(self, kind: str, message: str, *, on_each_rank: bool = False) -> None:
+        """Log the first message of a kind, on rank zero or on each rank that it concerns."""
+        is_told = on_each_rank or distributed.is_rank_zero()
+        if kind not in self._warned and is_told:
             log.warning("%s: %s", self._step.name, message)
         self._warned.add(kind)
 
@@ -420,7 +426,9 @@ class SplitCheck:
             SettingError: a forward pass writes frozen parameters.
         """
         written = sorted(self._passes.written)
-        frozen = [name for name, _ in self._step.model.named_parameters() if name in written]
+        own = {name for name, _ in self._step.model.named_parameters() if name in written}
+        # A rank without rows may not have run the forward.
+        frozen = sorted(set().union(*distributed.all_gather(own)))
         if frozen:
             problem = (
                 f"it writes {some_names(frozen)}, once for each part of a split batch; write frozen"
@@ -447,10 +455,11 @@ class SplitCheck:
             return
         # The share of the first part under both ways to count.
         without, including = (
-            shares_of(of_parts)[0]
-            for of_parts in zip(*sample.labels(self._step.labels), strict=True)
+            shares_of(of_parts) for of_parts in zip(*sample.labels(self._step.labels), strict=True)
         )
-        self._knows_first_label = distributed.any_of_ranks(abs(without - including) > 2 * tolerance)
+        # If no label is left without the first ones, nothing was compared.
+        differs = any(without) and abs(without[0] - including[0]) > 2 * tolerance
+        self._knows_first_label = distributed.any_of_ranks(differs)
         if not self._knows_first_label:
             return
         if self.counts_first_label:
