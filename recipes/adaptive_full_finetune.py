@@ -96,6 +96,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # A preview needs no weights and leaves no files.
         if self.settings.preview:
             self.preview.show(self.limit_finder)
+            self.store.show_refusal(self.resumed.name)
             return
         self._setup_log()
         self._setup_model()

@@ -6,6 +6,7 @@ Errors of torch are long, or recommend disabling ``weights_only``.
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import re
@@ -330,7 +331,8 @@ def saving(
         removes: whether this rank removes the folder.
 
     Raises:
-        CheckpointError: saving failed; the message has the reason, the required and the free bytes.
+        CheckpointError: saving failed; the message has the reason and, for a full disk, the
+            required and the free bytes.
     """
     if removes:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -339,14 +341,19 @@ def saving(
     try:
         yield
     except Exception as error:
-        sizes = (
-            f"it needs {num_bytes:,} bytes and a little more, and {free_bytes:,} bytes were free; "
-        )
-        # A folder of the user that is in the way.
-        if isinstance(_os_error_behind(error), FileExistsError):
-            sizes = ""
+        cause = reason(error)
+        os_error = _os_error_behind(error)
+        if os_error is None and not isinstance(error, CheckpointError):
+            cause = f"{type(error).__name__}: {cause}"
+        is_full = os_error is not None and os_error.errno in (errno.ENOSPC, errno.EDQUOT)
+        sizes = ""
+        if is_full or free_bytes < num_bytes:
+            sizes = (
+                f"it needs {num_bytes:,} bytes and a little more, and {free_bytes:,} bytes were"
+                " free; "
+            )
         raise CheckpointError(
-            f"saving {target} failed ({reason(error)}): {sizes}earlier saves are unchanged"
+            f"saving {target} failed ({cause}): {sizes}earlier saves are unchanged"
         ) from error
     finally:
         if removes:

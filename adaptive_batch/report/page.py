@@ -23,8 +23,8 @@ from adaptive_batch import __version__
 from adaptive_batch._util import atomic_write, format_bytes, from_json
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 
-from .auditing import audit
-from .run_log import Entry, last_run, read_records
+from .auditing import audit_records
+from .run_log import Entry, iterate_records, last_run, log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,14 +63,14 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         remedy = "give a file that ends in .html in an existing folder"
         raise SettingError("--output", str(page), remedy)
     has_log = (folder / "run.jsonl").is_file()
-    records = read_records(folder / "run.jsonl") if has_log else []
-    run, _ = last_run(records)
+    records = list(iterate_records(folder / "run.jsonl")) if has_log else []
+    run, _ = last_run(record for record in records if record is not None)
     search = last_search(run.entries, folder / "probe.json")
     estimate = read_estimate(folder / "estimate.json")
     if not has_log and search is None and estimate is None:
         remedy = (
-            "it has no adaptive_batch/run.jsonl, probe.json or estimate.json; give the output_dir"
-            " of a run"
+            "it has no adaptive_batch/run.jsonl, probe.json or estimate.json that this version can"
+            " read; give the output_dir of a run"
         )
         raise SettingError("OUTPUT_DIR", str(output_dir), remedy)
     data = RunData.from_entries(run.entries)
@@ -98,7 +98,7 @@ def write_report(output_dir: str | Path, *, output: str | Path | None = None) ->
         picture=base64.b64encode(picture).decode(),
         estimate=estimate,
         settings=settings if isinstance(settings, dict) else {},
-        proof=audit(output_dir) if has_log else None,
+        proof=audit_records(records) if has_log else None,
         events=list(_rows_of_events(data)),
         most=_MOST_ROWS,
     )
@@ -120,7 +120,7 @@ def write_estimate_picture(estimate: MemoryEstimate, path: Path) -> None:
 
 def last_search(entries: Sequence[Entry], path: Path) -> ProbeResult | None:
     """Return the last search of a run for its batch, or the newest one in a ``probe.json``; None
-    if it is missing or damaged.
+    without a readable one.
     """
     # Imports torch, which the audit does not need.
     from adaptive_batch.probe import ProbeResult
@@ -131,12 +131,18 @@ def last_search(entries: Sequence[Entry], path: Path) -> ProbeResult | None:
         for entry in entries
         if entry.kind == "bound" and "search" in entry.record
     ]
-    try:
-        record = logged[-1] if logged else json.loads(path.read_text(encoding="utf-8"))
-        search: ProbeResult = from_json(ProbeResult, record)
-    except (OSError, ValueError, TypeError):
-        return None
-    return search
+    sources: list[Any] = logged[-1:]
+    if path.is_file():
+        sources.append(path)
+    for source in sources:
+        try:
+            record = json.loads(path.read_text(encoding="utf-8")) if source is path else source
+            search: ProbeResult = from_json(ProbeResult, record)
+            return search
+        # An earlier version may have saved other fields.
+        except (OSError, ValueError, TypeError) as error:
+            log.warning("%s: a search cannot be read, and is left out: %s", path.parent, error)
+    return None
 
 
 def run_facts(data: RunData, search: ProbeResult | None) -> dict[str, str]:

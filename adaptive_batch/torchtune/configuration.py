@@ -171,22 +171,31 @@ def check_file(path: str, arguments: Sequence[str] = ()) -> None:
     """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
     with _refuse_unreadable("--config", path):
         cfg: Any = OmegaConf.load(path)
-        _check_colons(cfg)
+        _check_colons(OmegaConf.to_container(cfg))
     if not isinstance(cfg, DictConfig):
         raise SettingError("--config", path, "give a block of keys, as in torchtune's configs")
+    for key in cfg:
+        # torchtune makes attributes of the keys, and `config` is the path of the file.
+        if not isinstance(key, str) or key == "config":
+            raise SettingError("--config", path, f"it has the key {key!r}; rename or remove it")
     # torchtune removes keys (~key) before it sets others, wherever they stand. Apply the arguments
     # one by one in this order, so that an error names its argument.
     for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):
         with _refuse_unreadable("argument", argument):
             cfg = merged(cfg, [argument])
-            _check_colons(cfg)
+            _check_colons(OmegaConf.to_container(cfg))
 
 
-def _check_colons(cfg: Any) -> None:
+def _check_colons(value: Any) -> None:
     """Raise ValueError for ``{key:value}``, which YAML reads as the key ``key:value`` with null."""
-    pair = re.search(r"(\S+:\S+): null$", OmegaConf.to_yaml(cfg), re.M)
-    if pair:
-        raise ValueError(f"{pair[1]} has no value; put a space after the colon")
+    if isinstance(value, list):
+        for item in value:
+            _check_colons(item)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            if item is None and ":" in str(key):
+                raise ValueError(f"{key} has no value; put a space after the colon")
+            _check_colons(item)
 
 
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:

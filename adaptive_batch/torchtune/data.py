@@ -503,7 +503,10 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block; raise SettingError if it is empty or not map-style."""
     name = _names(block)
-    with refusing(key, name, "check its source and arguments, and set streaming=False"):
+    remedy = "check its source and arguments"
+    if block.get("streaming", False):
+        remedy += ", and set streaming=False"
+    with refusing(key, name, remedy):
         try:
             dataset = config.instantiate(block, tokenizer)
         except StopIteration:

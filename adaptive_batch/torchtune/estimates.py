@@ -59,7 +59,7 @@ from .checks import (
 )
 from .configuration import instantiate, merged
 from .data import Data
-from .job import Job, task_of
+from .job import Job, restored_compiler, task_of
 from .model import FullModel, build_without_weights, compute_rotary_buffers
 from .settings import Settings
 from .trainer import Trainer
@@ -317,6 +317,7 @@ class Estimator:
         with (
             distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
             warnings.catch_warnings(),
+            restored_compiler(),
         ):
             # torch warns that float32 inputs and bf16 weights of a norm have no fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")

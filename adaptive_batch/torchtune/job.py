@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -70,33 +71,23 @@ class Job:
         configured_type = str(cfg.device).partition(":")[0]
         is_other = cfg.device is not None and self.device.type != configured_type
         if is_other or self.device.type == "meta":
-            remedy = (
-                f"torch {torch.__version__} sees no such device (`adaptive-batch check` shows why);"
-                " give cpu with dtype=fp32"
-            )
+            remedy = f"torch {torch.__version__} sees no such device; give cuda or cpu"
+            if configured_type == "cuda":
+                remedy = (
+                    f"torch {torch.__version__} sees no such device (`adaptive-batch check` shows"
+                    " why); give cpu with dtype=fp32"
+                )
             raise SettingError("device", cfg.device, remedy)
         check_segments(self.device)
         with refusing("dtype", cfg.dtype, "give bf16 or fp32", problem="it cannot be used"):
             self.dtype = training.get_dtype(cfg.dtype, self.device)
         if cfg.compile:
-            self._set_up_compiler()
+            # By default, torch compiles the first shape as static and compiles again for the
+            # second. If micro-batches have many shapes, compile with dynamic shapes from the start.
+            has_many_shapes = settings.chooses_fastest or not settings.layout_kind.is_usual
+            _set_compiler(settings.activation_memory_budget, is_static=not has_many_shapes)
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)
-
-    def _set_up_compiler(self) -> None:
-        """Set the compiler's options. torch keeps them for each thread, so training has to run in
-        the thread that calls this method.
-        """
-        settings = self.settings
-        functorch_config = private("torch._functorch.config", "activation_memory_budget")
-        if functorch_config.activation_memory_budget != settings.activation_memory_budget:
-            # Drop the graphs that were compiled with another budget: they would be reused.
-            torch.compiler.reset()
-        functorch_config.activation_memory_budget = settings.activation_memory_budget
-        # By default, torch compiles the first shape as static and compiles again for the second.
-        # If micro-batches have many shapes, compile with dynamic shapes from the start.
-        has_many_shapes = settings.chooses_fastest or not settings.layout_kind.is_usual
-        torch.compiler.config.assume_static_by_default = not has_many_shapes
 
     def check_model(self) -> None:
         """Raise SettingError for a loss or a model of another recipe.
@@ -181,6 +172,30 @@ class Job:
         """Build the configured optimizer of some parameters."""
         optimizer: torch.optim.Optimizer = instantiate("optimizer", self.cfg.optimizer, parameters)
         return optimizer
+
+
+def _set_compiler(activation_memory_budget: float, *, is_static: bool) -> None:
+    """Set the compiler's options. torch keeps them for each thread, so training has to run in the
+    thread that calls this function.
+    """
+    functorch_config = private("torch._functorch.config", "activation_memory_budget")
+    if functorch_config.activation_memory_budget != activation_memory_budget:
+        # Drop the graphs that were compiled with another budget: they would be reused.
+        torch.compiler.reset()
+    functorch_config.activation_memory_budget = activation_memory_budget
+    torch.compiler.config.assume_static_by_default = is_static
+
+
+@contextmanager
+def restored_compiler() -> Iterator[None]:
+    """Context manager: restore the compiler's options that a :class:`Job` sets."""
+    functorch_config = private("torch._functorch.config", "activation_memory_budget")
+    budget = functorch_config.activation_memory_budget
+    is_static = torch.compiler.config.assume_static_by_default
+    try:
+        yield
+    finally:
+        _set_compiler(budget, is_static=is_static)
 
 
 def task_of(cfg: DictConfig, loss_fn: Any) -> type[Task]:

@@ -97,7 +97,6 @@ class ProbeCache:
         path: Path | None,
     ) -> None:
         self._job = job
-        self._scope = scope
         self._store = Store(path) if path else None
         time_conditions = None
         if scope.layouts:

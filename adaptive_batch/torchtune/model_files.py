@@ -133,7 +133,9 @@ class ModelFiles:
                 f"give the {self._key}.model_type that they are of, or copy or download them again"
             )
             if not self._base_dir.is_dir():
-                fix = "it was removed, or a component changed the current folder by os.chdir()"
+                fix = "the folder does not exist any more"
+                if not self._base_dir.is_absolute():
+                    fix += f", seen from {Path.cwd()}; a component may have called os.chdir()"
             remedy = (
                 f"its files cannot be read as weights of {model_type} ({one_line(error)}); {fix}"
             )

@@ -317,6 +317,14 @@ class RunStore:
             # None on other ranks, which do not use it.
             self.files = cast(ModelFiles, files)
 
+    def show_refusal(self, run: str) -> None:
+        """Print the error if the run may not start in the output folder; a preview continues."""
+        if distributed.is_rank_zero():
+            try:
+                self.folder.check(run, overwrites=self._settings.overwrite_output_dir)
+            except SettingError as error:
+                print(f"without preview, this is refused: {error}")
+
     def _load_base(self) -> Mapping[str, Any]:
         """Load the state dict of the base model on rank 0, with torchtune's names."""
         # Load even if a checkpoint holds the whole model: torchtune's checkpointer has to read the

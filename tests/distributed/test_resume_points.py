@@ -454,8 +454,7 @@ def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_the_next_is_comple
         for rank in (0, 1):
             said = found[f"full on {rank}"]
             reason = f"rank {rank}: [Errno 27] File too large"
-            assert f"step_2 failed ({reason}): it needs 800,000 bytes and" in said
-            assert "earlier saves are unchanged" in said
+            assert f"step_2 failed ({reason}): earlier saves are unchanged" in said
             assert found[f"left by {rank}"] == ["step_1"]
             assert found[f"seconds {rank}"] < 30
         assert found["unfit"] == "rank 0: unfit is a set; checkpoints cannot store it"

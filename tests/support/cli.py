@@ -27,7 +27,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -39,7 +39,6 @@ from safetensors.torch import load_file, save_file
 from support.paths import ROOT
 from support.processes import run
 from torch import nn
-from torch._functorch import config as functorch_config
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
@@ -50,6 +49,7 @@ import demo
 
 from adaptive_batch._util import replaced
 from adaptive_batch.report import read_records
+from adaptive_batch.torchtune.job import restored_compiler
 
 OURS = "adaptive_full_finetune"
 STOCK = "full_finetune_single_device"
@@ -420,17 +420,6 @@ def resume_run(setup: SmallSetup, folder: Path, *overrides: str, recipe: str = O
     return setup.run_in_process(recipe, *overrides, *resumes(recipe, folder))
 
 
-def own_compiler() -> AbstractContextManager[None]:
-    """Put back the options of the compiler that a job sets."""
-    stack = ExitStack()
-    for config, name in (
-        (torch.compiler.config, "assume_static_by_default"),
-        (functorch_config, "activation_memory_budget"),
-    ):
-        stack.enter_context(config.patch({name: getattr(config, name)}))
-    return stack
-
-
 @contextmanager
 def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator[None]:
     """Arguments, environment and threads of a process of its own; what a recipe changes for good is
@@ -445,7 +434,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
             replaced(sys, argv=arguments, path=[*sys.path], excepthook=sys.excepthook),
             # A handler that an earlier test has left writes to what was stderr then.
             replaced(log, handlers=[], level=log.level, propagate=log.propagate),
-            own_compiler(),
+            restored_compiler(),
         ):
             yield
     finally:

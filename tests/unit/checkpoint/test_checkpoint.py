@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import pickle
 import re
@@ -22,7 +23,7 @@ from support.same_state import assert_same
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete
+from adaptive_batch.checkpoint import CheckpointManager, checkpoints_in, newest_complete, saving
 from adaptive_batch.errors import CheckpointError
 
 DTYPES = (
@@ -363,6 +364,26 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
         assert (tmp_path / name / "mine.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize(
+    ("error", "num_bytes", "said"),
+    [
+        (KeyError("w"), 1, "KeyError: 'w'): earlier"),
+        (CheckpointError("rank 1: w"), 1, "(rank 1: w): earlier"),
+        (OSError(errno.EIO, "bad"), 1, "([Errno 5] bad): earlier"),
+        (OSError(errno.ENOSPC, "full"), 1, "full): it needs 1 bytes and a little more, and "),
+        (RuntimeError("w"), 2**62, "RuntimeError: w): it needs 4,611,686,018,427,387,904 bytes"),
+    ],
+)
+def test_a_failed_save_names_its_error_and_the_disk_only_if_it_is_full(
+    tmp_path, error, num_bytes, said
+):
+    with (
+        pytest.raises(CheckpointError, match=re.escape(said)),
+        saving(tmp_path / "step_1", tmp_path / ".saving", num_bytes=num_bytes),
+    ):
+        raise error
+
+
 class Evil:
     def __reduce__(self):
         return print, ("run",)
@@ -436,7 +457,7 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_w
 
     save_and_wait(1, values(1))
     limit_files(num_bytes)
-    message = r"step_2 failed \(\[Errno 27\] .* it needs 8,000,000 bytes .*saves are unchanged"
+    message = r"step_2 failed \(\[Errno 27\] .*saves are unchanged"
     with pytest.raises(CheckpointError, match=message):
         save_and_wait(2, {"weight": torch.ones(2_000_000)}, {"small": torch.ones(50_000)})
     limit_files(None)

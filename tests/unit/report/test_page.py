@@ -19,6 +19,7 @@ from PIL import Image
 from support.targets import counted
 
 from adaptive_batch.__main__ import main
+from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import Change, LengthEstimate, MemoryEstimate, Target
 from adaptive_batch.estimate.fake_step import Resident
 from adaptive_batch.memory import GIB, Line, MemoryCurve
@@ -241,6 +242,20 @@ def test_a_search_alone_has_a_page_and_an_invalid_one_is_skipped(tmp_path, conte
     page = write_report(folder)[0].read_text()
     assert "<dt>bound</dt><dd>24</dd>" in page
     assert "<dt>steps</dt>" not in page
+
+
+def test_a_search_that_cannot_be_read_is_replaced_by_probe_json_or_reported(tmp_path, caplog):
+    old = {key: value for key, value in PROBE.items() if key != "counts_eager"}
+    records = Records()
+    records.start()
+    records.add("bound", message="", search=old)
+    folder = records.write(tmp_path, probe=PROBE)
+    assert "<dt>bound</dt><dd>24</dd>" in write_report(folder)[0].read_text()
+    assert "a search cannot be read, and is left out: it lacks counts_eager" in caplog.text
+    records.write(tmp_path, probe=old)
+    (folder / "adaptive_batch" / "run.jsonl").unlink()
+    with pytest.raises(SettingError, match=r"probe\.json or estimate\.json that this version can"):
+        write_report(folder)
 
 
 def test_the_command_prints_the_paths_or_refuses_a_folder_without_a_run(tmp_path, capsys):

@@ -5,7 +5,7 @@ from omegaconf import OmegaConf
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Settings, use_shipped_config, without_effect
-from adaptive_batch.torchtune.configuration import REMOVED, keys_of, unread
+from adaptive_batch.torchtune.configuration import REMOVED, check_file, keys_of, unread
 
 PLAIN = {
     "batch_size": 2,
@@ -71,6 +71,28 @@ def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
     with pytest.raises(SettingError) as refused:
         use_shipped_config(["recipe", "--config", str(config), "epochs=1", argument])
     assert str(refused.value).startswith(f"argument={argument!r}: it cannot be read: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("1: foo", "it has the key 1; rename"),
+        ("config: foo", "it has the key 'config'; rename"),
+        ("tokenizer: {path:/x y}", "it cannot be read: path:/x y has no value; put a space"),
+        ("datasets: [{a:b}]", "it cannot be read: a:b has no value; put a space"),
+        ("note: |\n  x:y: null\n", None),
+        ("'http://x:80': 1", None),
+    ],
+)
+def test_a_key_of_a_file_that_torchtune_cannot_take_is_refused(tmp_path, text, told):
+    config = tmp_path / "mine.yaml"
+    config.write_text(text)
+    if told is None:
+        check_file(str(config))
+        return
+    with pytest.raises(SettingError) as refused:
+        check_file(str(config))
+    assert str(refused.value).startswith(f"--config='{config}': {told}")
 
 
 FUNCTION = "adaptive_batch.schedules.by_critical_batch"

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from omegaconf import OmegaConf
-from support.cli import own_compiler
 from torch import nn
+from torch._functorch import config as functorch_config
 
 from adaptive_batch.config_files import config_files
+from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Job, Settings
+from adaptive_batch.torchtune.job import restored_compiler
 
 
 class Layer(nn.Linear):
@@ -36,10 +38,19 @@ def bytes_kept_within(budget):
     return sum(kept.values())
 
 
+def test_an_unknown_device_is_refused_with_those_that_can_be_given():
+    cfg = OmegaConf.load(config_files()["demo_cpu"])
+    cfg.device = "meta"
+    with pytest.raises(SettingError, match=r"sees no such device; give cuda or cpu$"):
+        Job(cfg, Settings.from_config(cfg))
+
+
 @pytest.mark.parametrize("budgets", [(1.0, 0.0), (0.0, 1.0)])
 def test_a_model_is_compiled_within_the_budget_of_its_own_job(budgets):
     torch.compiler.reset()
-    with own_compiler():
+    before = functorch_config.activation_memory_budget
+    with restored_compiler():
         kept = dict(zip(budgets, map(bytes_kept_within, budgets), strict=True))
     torch.compiler.reset()
     assert kept[0.0] < kept[1.0] / 2
+    assert functorch_config.activation_memory_budget == before

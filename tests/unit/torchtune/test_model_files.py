@@ -125,3 +125,18 @@ def test_a_file_that_is_not_there_is_named(block):
     block.checkpoint_files = ["nothing.safetensors"]
     with pytest.raises(SettingError, match=r"No file with name: nothing\.safetensors found in "):
         ModelFiles(block)
+
+
+@pytest.mark.parametrize("is_relative", [False, True])
+def test_a_base_that_has_gone_is_named_and_the_current_folder_only_if_it_matters(
+    small, block, tmp_path, monkeypatch, is_relative
+):
+    base = tmp_path / "base"
+    shutil.copytree(small.base, base)
+    monkeypatch.chdir(tmp_path)
+    block.checkpoint_dir = "base" if is_relative else str(base)
+    files = ModelFiles(block)
+    shutil.rmtree(base)
+    with pytest.raises(SettingError, match="the folder does not exist any more") as refused:
+        files.load_weights()
+    assert (f"seen from {tmp_path}" in str(refused.value)) == is_relative
