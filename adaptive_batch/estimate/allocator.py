@@ -471,6 +471,8 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self._host_storages = WeakSet() if host_storages is None else host_storages
         self._streams = {torch.cpu.current_stream(): 0} if streams is None else streams
         self._is_replacing = False
+        # Storages of numbers that count up: torch.arange(), plus a number.
+        self.ranges: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         # Active modes would intercept the storage access of each tensor.
@@ -562,6 +564,25 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             return None
         # A replacement may call the operator that it replaces.
         if func not in self._replacements or self._is_replacing:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            self._note_range(func, args, result)
+            return result
         with replaced(self, _is_replacing=True), self:
             return self._replacements[func](*args, **(kwargs or {}))
+
+    def _note_range(self, func: Any, args: Any, result: Any) -> None:
+        aten = torch.ops.aten
+        if func in (aten.arange.default, aten.arange.start):
+            self.ranges.add(result.untyped_storage())
+            return
+        first = args[0] if args else None
+        # The type of most tensors decides without the slow access to the storage.
+        if not isinstance(first, torch.Tensor) or first.dtype.is_floating_point:
+            return
+        if first.untyped_storage() not in self.ranges:
+            return
+        adds_number = func is aten.add.Tensor and isinstance(args[1], int)
+        if adds_number or func in (aten.clone.default, aten._to_copy.default, aten.repeat.default):
+            self.ranges.add(result.untyped_storage())
+        elif func._schema.is_mutable:
+            self.ranges.discard(first.untyped_storage())

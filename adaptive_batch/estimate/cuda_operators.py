@@ -303,11 +303,15 @@ class CudaKernels:
         summed_strides = [tensor.stride(dim) for dim in summed if tensor.shape[dim] > 1]
         if not kept or not summed_strides or min(summed_strides) < tensor.stride(kept[-1]):
             return 0
-        # Threads read 4 columns at once if these are adjacent and aligned.
-        strides = [*summed_strides, *(tensor.stride(dim) for dim in kept[:-1])]
-        is_adjacent = tensor.stride(kept[-1]) == 1
-        vector = gcd(4, tensor.shape[kept[-1]], *strides) if is_adjacent else 1
         outputs: int = prod(tensor.shape[dim] for dim in kept)
+        # TensorIterator merges dimensions that are adjacent in memory.
+        last = kept.pop()
+        row = tensor.shape[last]
+        while kept and tensor.stride(kept[-1]) == tensor.stride(last) * row:
+            row *= tensor.shape[kept.pop()]
+        # Threads read 4 columns at once if these are adjacent and aligned.
+        strides = [*summed_strides, *(tensor.stride(dim) for dim in kept)]
+        vector = gcd(4, row, *strides) if tensor.stride(last) == 1 else 1
         columns = outputs // vector
         threads = 512 // vector
         width = min(32, 1 << (columns.bit_length() - 1))

@@ -123,7 +123,6 @@ class FakeDevice:
         self._counter: LoggingTracker | None = None
         # Storages of a batch that are on the host until the step copies them to the device.
         self.host_storages: WeakSet[torch.UntypedStorage] = WeakSet()
-        self._batch_storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
         # Tensors of the model in order of creation; empty if a script moves them.
         self.created: list[torch.Tensor] = []
@@ -179,7 +178,6 @@ class FakeDevice:
                 with private.disable_current_modes():
                     result = self._make_fake(tensor)
             storage = result.untyped_storage()
-            self._batch_storages.add(storage)
             if not is_on_device and tensor.device.type == "cpu":
                 self.host_storages.add(storage)
             elif self._counter:
@@ -285,46 +283,10 @@ class FakeDevice:
                 contexts.enter_context(counter)
                 if kernels:
                     contexts.enter_context(kernels.in_place())
-                    contexts.enter_context(self._masks_of_transformers(kernels))
+                    contexts.enter_context(_masks_of_transformers(kernels, counter))
                 yield counter
         finally:
             self._counter = None
-
-    @contextmanager
-    def _masks_of_transformers(self, kernels: CudaKernels) -> Iterator[None]:
-        """Context manager: decide about attention masks of transformers without their values.
-
-        On a device, transformers drops a mask that hides nothing. For fake tensors, it keeps all
-        masks. In this context it drops the mask of positions that are not from the batch.
-        Attention in float32 with fewer key heads than query heads needs more memory without a mask,
-        so it counts without one.
-        """
-        try:
-            masks = sys.modules["transformers.masking_utils"]
-            attention: Any = sys.modules["transformers.integrations.sdpa_attention"]
-            find_packed, use_gqa = masks.find_packed_sequence_indices, attention.use_gqa_in_sdpa
-        except (KeyError, AttributeError):
-            # Without transformers, or with a version before these functions.
-            yield
-            return
-
-        def find(position_ids: torch.Tensor) -> Any:
-            is_of_batch = position_ids.untyped_storage() in self._batch_storages
-            with private.disable_current_modes():
-                drops_mask = find_packed(torch.arange(2, device="cpu")[None]) is None
-            return None if drops_mask and not is_of_batch else find_packed(position_ids)
-
-        def use(mask: Any, key: torch.Tensor, *value: Any) -> Any:
-            # Flash attention supports fewer key heads.
-            has_flash = key.element_size() == 2 and kernels.capability >= (8, 0)
-            return use_gqa(mask if has_flash else None, key, *value)
-
-        # In compiled parts, transformers keeps the masks on a device too.
-        with (
-            replaced(masks, find_packed_sequence_indices=_eagerly(find, find_packed)),
-            replaced(attention, use_gqa_in_sdpa=_eagerly(use, use_gqa)),
-        ):
-            yield
 
     def active_counter(self) -> AbstractContextManager[object]:
         """Return the counter of :meth:`counting`, to be entered again where modes are disabled."""
@@ -580,6 +542,43 @@ class FakeStep:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     parameter.grad = torch.zeros_like(parameter)
+
+
+@contextmanager
+def _masks_of_transformers(kernels: CudaKernels, counter: LoggingTracker) -> Iterator[None]:
+    """Context manager: decide about attention masks of transformers without their values.
+
+    On a device, transformers drops a mask that hides nothing. For fake tensors, it keeps all
+    masks. In this context it drops the mask of positions that count up.
+    Where flash attention is missing (float32, or before Ampere), attention with fewer key heads
+    is chosen as if no mask were given, since that needs more memory.
+    """
+    try:
+        masks = sys.modules["transformers.masking_utils"]
+        attention: Any = sys.modules["transformers.integrations.sdpa_attention"]
+        find_packed, use_gqa = masks.find_packed_sequence_indices, attention.use_gqa_in_sdpa
+    except (KeyError, AttributeError):
+        # Without transformers, or with a version before these functions.
+        yield
+        return
+
+    def find(position_ids: torch.Tensor) -> Any:
+        counts_up = position_ids.untyped_storage() in counter.ranges
+        with private.disable_current_modes():
+            drops_mask = find_packed(torch.arange(2, device="cpu")[None]) is None
+        return None if drops_mask and counts_up else find_packed(position_ids)
+
+    def use(mask: Any, key: torch.Tensor, *value: Any) -> Any:
+        # Flash attention supports fewer key heads.
+        has_flash = key.element_size() == 2 and kernels.capability >= (8, 0)
+        return use_gqa(mask if has_flash else None, key, *value)
+
+    # In compiled parts, transformers keeps the masks on a device too.
+    with (
+        replaced(masks, find_packed_sequence_indices=_eagerly(find, find_packed)),
+        replaced(attention, use_gqa_in_sdpa=_eagerly(use, use_gqa)),
+    ):
+        yield
 
 
 def _eagerly(fake: Callable[..., Any], real: Callable[..., Any]) -> Callable[..., Any]:

@@ -364,8 +364,9 @@ def estimate_length(
         targets: devices.
         maximum: limit of the rows.
         forward_backward: forward and backward of a number of rows; None for those of the step.
-        is_checked: whether to check the curve with a trace of the most rows that fit, and to trace
-            each result, within a limit of host memory. Otherwise everything follows from two sizes.
+        is_checked: whether to check the curve of each device with a trace of its rows that fit,
+            and to trace each result, within a limit of host memory. Otherwise everything follows
+            from two sizes.
         allocator: settings of the devices' caching allocator; None for a device without one, whose
             reserved memory equals its allocated memory.
 
@@ -407,32 +408,37 @@ def estimate_length(
             step.trace(rows, forward_backward=run)
             expected = fit
 
-    fits = [find_fit(length, target) for target in targets]
-    if is_checked:
+    def find_checked_fit(target: Target) -> tuple[LengthEstimate, Fit]:
+        checked = length
+        fit = find_fit(checked, target)
+        if not is_checked:
+            return checked, fit
         # Some buffers do not grow linearly. Then a curve of two sizes near the result replaces it.
         for is_last_round in (False, False, False, True):
-            most_rows = max(fit.max_batch_size for fit in fits)
             # More rows than those of the curve, even if they do not fit.
-            checked_rows = max(more[0] + 1, min(most_rows, collated_rows))
-            checked = step.trace(checked_rows, forward_backward=run)
-            expected_bytes = length.traced_curve.peak_bytes(checked_rows)
-            check = CurveCheck(checked_rows, max(checked.live_bytes), expected_bytes)
-            length = replace(length, check=check)
+            rows = max(more[0] + 1, min(fit.max_batch_size, collated_rows))
+            trace = step.trace(rows, forward_backward=run)
+            expected_bytes = checked.traced_curve.peak_bytes(rows)
+            check = CurveCheck(rows, max(trace.live_bytes), expected_bytes)
+            checked = replace(checked, check=check)
             if is_last_round or not check.is_off:
                 break
-            fewer = step.trace(checked_rows - 1, forward_backward=run)
-            if fewer.program != checked.program:
+            fewer = step.trace(rows - 1, forward_backward=run)
+            if fewer.program != trace.program:
                 break
-            pair = (checked_rows - 1, fewer), (checked_rows, checked)
-            length = replace(length, traced_curve=MemoryCurve.from_traces(*pair), check=None)
-            fits = [find_fit(length, target) for target in targets]
-        fits = [
-            find_traced_fit(length, target, fit) for target, fit in zip(targets, fits, strict=True)
-        ]
-    return length, tuple(
-        with_composition(length, fit, step.composition(max(1, fit.max_batch_size), run))
-        for fit in fits
+            curve = MemoryCurve.from_traces((rows - 1, fewer), (rows, trace))
+            checked = replace(checked, traced_curve=curve, check=None)
+            fit = find_fit(checked, target)
+        return checked, find_traced_fit(checked, target, fit)
+
+    checked_fits = [find_checked_fit(target) for target in targets]
+    fits = tuple(
+        with_composition(checked, fit, step.composition(max(1, fit.max_batch_size), run))
+        for checked, fit in checked_fits
     )
+    # The curve of most rows is returned.
+    length, _ = max(checked_fits, key=lambda checked_fit: checked_fit[1].max_batch_size)
+    return length, fits
 
 
 def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequence[Target]) -> int:

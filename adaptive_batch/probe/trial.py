@@ -414,7 +414,7 @@ class DryRun:
         if not (any_ran_out or any_retried):
             return _Outcome(usage, False, None)
         if fits:
-            # Another rank has run out of memory.
+            # The part does not fit on another rank.
             self._drop_gradients()
             self._memory.release()
         return _Outcome(None, not any_ran_out, held_bytes)

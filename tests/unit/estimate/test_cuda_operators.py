@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adaptive_batch.estimate import CudaKernels, FakeDevice, find_device, left_out
+from adaptive_batch.estimate import CudaKernels, DevicesAsHost, FakeDevice, find_device, left_out
 
 LLAMA = {"dtype": torch.bfloat16, "head_dim": 128, "mask": False, "requires_grad": True}
 
@@ -118,6 +118,7 @@ def test_uncounted_memory_is_named() -> None:
         ("RTX4090", (4096, 2304), [0], torch.float64, 150994944),
         ("RTX4090", (1000, 2304), [0], torch.float32, 0),
         ("RTX4090", (8192, 2304), [0], torch.float32, 101449728),
+        ("RTX4090", (8192, 256, 9), [0], torch.float32, 101449728),
         ("RTX4090", (100000, 4096), [0], torch.bfloat16, 205520896),
         ("RTX4090", (64, 512, 768), [0, 1], torch.float32, 100663296),
         ("RTX4090", (4, 2048, 1024), [1], torch.float32, 67108864),
@@ -194,17 +195,24 @@ def test_grouped_products_have_the_shapes_of_real_ones_in_float32(first, second,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "arguments", "node"),
+    ("dtype", "arguments", "change", "node"),
     [
-        (torch.float32, {}, None),
-        (torch.float32, {"attention_mask"}, None),
-        (torch.float32, {"position_ids"}, None),
-        (torch.bfloat16, {}, "Flash"),
-        (torch.bfloat16, {"attention_mask"}, "Efficient"),
+        (torch.float32, {}, None, None),
+        (torch.float32, {"attention_mask"}, None, None),
+        (torch.float32, {"position_ids"}, None, None),
+        (torch.bfloat16, {}, None, "Flash"),
+        (torch.bfloat16, {"attention_mask"}, None, "Efficient"),
+        (torch.bfloat16, {"position_ids"}, None, "Efficient"),
+        (torch.bfloat16, {"position_ids"}, torch.clone, "Efficient"),
+        (torch.bfloat16, {"position_ids"}, lambda positions: positions[:, :16] + 1, "Efficient"),
+        (torch.bfloat16, {"position_ids"}, lambda positions: positions.to("cuda"), "Efficient"),
+        (torch.bfloat16, {"position_ids"}, lambda _: torch.arange(16)[None] + 1, "Flash"),
+        (torch.bfloat16, {"position_ids"}, lambda _: torch.arange(16)[None] % 8, "Efficient"),
+        (torch.bfloat16, {"position_ids"}, lambda _: torch.arange(16)[None].zero_(), "Efficient"),
     ],
 )
 def test_transformers_runs_the_attention_with_the_most_memory_that_the_batch_allows(
-    dtype, arguments, node
+    dtype, arguments, change, node
 ):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 8}
     config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
@@ -214,7 +222,11 @@ def test_transformers_runs_the_attention_with_the_most_memory_that_the_batch_all
     device.move(model)
     with device.counting():
         batch = {name: torch.ones(2, 16, dtype=torch.long) for name in ("input_ids", *arguments)}
-        device.move_batch(batch)
+        device.move_batch(batch, is_on_device=False)
+        with DevicesAsHost(device):
+            batch.update(input_ids=batch["input_ids"].cuda())
+            if change:
+                batch.update(position_ids=change(batch["position_ids"]))
         output = model(**batch, use_cache=False).logits
     names = [name for name in names_of(output) if "ScaledDotProduct" in name]
     # None: products and a softmax.

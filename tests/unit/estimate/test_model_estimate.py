@@ -65,6 +65,25 @@ def test_buffers_that_do_not_grow_linearly_need_no_warning():
     assert not check.is_off
 
 
+def test_a_small_device_has_the_same_estimate_beside_a_large_one():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
+
+    def estimate(*devices):
+        return estimate_memory(
+            model,
+            torch.zeros(2, 64, 1024),
+            torch.optim.SGD(model.parameters()),
+            devices,
+            mean_loss=lambda batch: model(batch).square().mean(),
+            maximum=100_000,
+        )
+
+    alone = estimate("1GiB").devices[0]
+    assert alone.lengths[0].max_batch_size == 64
+    assert estimate("1GiB", "80GiB").devices[0] == alone
+
+
 def test_a_meta_model_is_estimated_and_stays_on_meta():
     with torch.device("meta"):
         model = Tied(dim=1024, words=50_000)
