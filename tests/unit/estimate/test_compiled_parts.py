@@ -17,14 +17,6 @@ from adaptive_batch.estimate import CompiledParts, CudaKernels, FakeDevice, esti
 from adaptive_batch.torchtune import estimate_devices
 from adaptive_batch.training import isolated_rows
 
-
-@pytest.fixture(autouse=True)
-def _whole_budget():
-    """Reset the activation budget of the process."""
-    with partitioner.patch(activation_memory_budget=1.0):
-        yield
-
-
 # Bytes of each tensor below.
 SIZE = 4 * 256 * 256
 
@@ -89,6 +81,8 @@ def test_a_compiled_step_follows_its_activation_budget():
     # A later estimate has its own budget.
     for keys in ({"activation_memory_budget": 0.2, "micro_batch_layout": "grouped"}, {}):
         estimated = estimate(**keys)
+        assert partitioner.activation_memory_budget == 1.0
+        assert torch.compiler.config.assume_static_by_default
         assert not any("the eager program" in sentence for sentence in estimated.left_out)
         peaks.append(estimated.lengths[0].curve.peak_bytes(ROWS))
     assert peaks[0] < peaks[1] < eager
