@@ -141,6 +141,7 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
             return install_cuda_build()
         if options.device is None or not program:
             raise SettingError("--device", options.device, "give it and, after --, the program")
+        emulated = emulated_device(options.device, options.architecture)
         _check_options(options)
         # Raise KeyboardInterrupt on SIGTERM (`timeout`, scancel) too, and on SIGINT in background
         # jobs of a shell, which ignore it, so that the program can be ended with a report.
@@ -148,7 +149,7 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         return emulate(
             program,
-            emulated_device(options.device, options.architecture),
+            emulated,
             num_devices=options.devices,
             max_steps=options.steps,
             max_minutes=options.minutes,
@@ -169,11 +170,21 @@ def _check_options(options: argparse.Namespace) -> None:
     if options.minutes is not None and not options.minutes > 0:
         raise SettingError("--minutes", options.minutes, "give more than 0")
     json, output = options.json, options.output
-    if json is not None and (json.is_dir() or not os.access(json.absolute().parent, os.W_OK)):
-        raise SettingError("--json", str(json), "it cannot be written; give a file")
-    # Files of the program or of another run would hide those of the program's folder.
-    if output is not None and output.exists() and (output.is_file() or any(output.iterdir())):
-        raise SettingError("--output", str(output), "it is not empty; give a new folder")
+    if output is not None:
+        if output.is_file():
+            raise SettingError("--output", str(output), "it is a file; give a new folder")
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            message = f"{error.strerror}; give a new folder"
+            raise SettingError("--output", str(output), message) from None
+        # Files of the program or of another run would hide those of the program's folder.
+        if any(output.iterdir()):
+            raise SettingError("--output", str(output), "it is not empty; give a new folder")
+    if json is not None:
+        written = json if json.exists() else json.absolute().parent
+        if json.is_dir() or not os.access(written, os.W_OK):
+            raise SettingError("--json", str(json), "it cannot be written; give a file")
 
 
 def emulated_device(name_or_size: str, architecture: str) -> Device:

@@ -260,6 +260,9 @@ def mirror(folder: Path, scratch: Path) -> dict[str, str]:
                 elif os.path.isdir(real) and not has_program:
                     is_folder, original = True, real
                     mirrors[str(real)] = str(new)
+            elif str(original) in mirrors:
+                # A link leads to it too.
+                is_folder, original = False, Path(mirrors[str(original)])
             # Folders of tools (.git, virtual environments) are linked as a whole, which is fast.
             is_tool = entry.name.startswith(".") or os.path.exists(original / "pyvenv.cfg")
             is_readable = os.access(original, os.R_OK | os.X_OK)

@@ -226,7 +226,7 @@ def test_a_signal_ends_a_background_program_with_a_report(sent, tmp_path):
 
 WRITES = """
 import os, sqlite3, pathlib, torch
-root = pathlib.Path(__file__).resolve().parent
+root = pathlib.Path(os.environ["PROJECT"])
 torch.save({"w": torch.ones(3)}, root / "runs/model.pt")
 with open("log.txt", "a") as file:
     file.write("emulated")
@@ -247,7 +247,8 @@ def test_files_of_the_program_are_not_overwritten(tmp_path, kept):
     texts = ("runs/model.pt", "log.txt", "shell.txt", "cut.txt", "log2.txt", "mode.txt")
     for name in (*texts, "trials.db"):
         (folder / name).write_text("" if name == "trials.db" else "precious ")
-    _, report = emulate(folder, WRITES, *(["--output", str(output)] if kept else []))
+    words = ["--output", str(output)] if kept else []
+    _, report = emulate(folder, WRITES, *words, PROJECT=str(folder))
     for name in texts:
         assert (folder / name).read_text() == "precious "
     assert (folder / "mode.txt").stat().st_mode & 0o077

@@ -12,14 +12,17 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <stdarg.h>
+#include <stddef.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/time.h>
+#include <sys/un.h>
 #include <sys/xattr.h>
 #include <unistd.h>
 #include <utime.h>
@@ -29,7 +32,8 @@
 #define SEPARATOR '\x1f' /* of EMULATE_FOLDERS */
 #define MAX_LINKS 40
 
-enum place { ELSEWHERE, IN_SCRATCH, IN_MIRROR };
+enum place { TOO_LONG = -1, ELSEWHERE, IN_SCRATCH, IN_MIRROR };
+enum content { FOLDERS_ONLY, EMPTY, WHOLE }; /* of what replaces a link */
 
 /* Below, this file calls the kernel where its own functions would replace those of the C library. */
 
@@ -65,14 +69,14 @@ static int is_in_folder_of(const char *variable, const char *path) {
 
 static int is_in_scratch(const char *path) { return is_in_folder_of("EMULATE_SCRATCH", path); }
 
-/* Writes the path in the mirror of a path in a folder of the user; returns whether there is one. */
+/* Writes the path in the mirror of a path in a folder of the user; returns 1, 0 if there is none, or -1 with errno. */
 static int find_in_mirror(const char *path, char *mirrored) {
   if (is_in_folder_of("EMULATE_CACHE", path) || is_in_folder_of("EMULATE_RECORDS", path)) return 0;
   const char *user = getenv("EMULATE_FOLDERS");
   while (user && *user) {
     const char *mirror = strchr(user, SEPARATOR) + 1, *end = strchr(mirror, SEPARATOR);
     size_t length = (size_t)(mirror - user) - 1;
-    if (is_below(path, user, length)) return !print(mirrored, "%.*s%s", (int)(end - mirror), mirror, path + length);
+    if (is_below(path, user, length)) return print(mirrored, "%.*s%s", (int)(end - mirror), mirror, path + length) ? -1 : 1;
     user = end + 1;
   }
   return 0;
@@ -85,43 +89,64 @@ static size_t last_name(const char *path, size_t length) {
   return length;
 }
 
-/* Writes the absolute path that a path means, or the one in the mirror of a folder of the user. A link at its end is not followed. */
-static enum place find(int folder, const char *path, char *found) {
+/* Writes the absolute path that a path means, or the one in the mirror of a folder of the user. A link at its end is not followed. Folders that do
+ * not exist are written as they are named. */
+static enum place resolve(int folder, const char *path, char *found, int *is_missing) {
   char full[PATH_MAX], parent[PATH_MAX], real[PATH_MAX];
-  int error = errno;
-  enum place place = ELSEWHERE;
-  int is_given = path && *path
-                 && !(*path == '/' ? print(full, "%s", path)
-                      : folder == AT_FDCWD ? print(full, "./%s", path)
-                                           : print(full, "/proc/self/fd/%d/%s", folder, path));
+  int error = errno, failed = 0;
+  *is_missing = 0;
+  if (!path || !*path) {
+    *found = 0;
+    return ELSEWHERE;
+  }
+  if (*path == '/') failed = print(full, "%s", path);
+  else if (folder == AT_FDCWD) failed = print(full, "./%s", path);
+  else failed = print(full, "/proc/self/fd/%d/%s", folder, path);
   *found = 0; /* not before, since it may be the path */
-  if (!is_given) goto end;
+  if (failed) return TOO_LONG;
   size_t cut = strlen(full), name = last_name(full, cut);
   int is_dots = full[name] == '.' && strspn(full + name, "./") == cut - name;
   if (!is_dots) cut = name;
-  /* Resolve the part that exists. The program may have created the other folders, in the mirror only. */
   while (cut && (print(parent, "%.*s", (int)cut, full) || !NEXT(realpath)(parent, real))) {
-    name = last_name(full, cut);
-    if (errno != ENOENT || !strncmp(full + name, "..", 2)) goto end;
-    cut = name;
+    if (errno == ENAMETOOLONG) return TOO_LONG;
+    cut = errno == ENOENT || errno == ENOTDIR ? last_name(full, cut) : 0;
+    *is_missing = 1;
   }
-  if (!cut || print(found, "%s%s%s", real[1] ? real : "", full[cut] ? "/" : "", full + cut)) goto end;
-  if (is_in_scratch(found)) place = IN_SCRATCH;
-  else if (find_in_mirror(found, full)) {
-    place = IN_MIRROR;
-    strcpy(found, full);
-  }
-end:
   errno = error;
-  return place;
+  if (!cut) return ELSEWHERE;
+  if (print(found, "%s%s%s", real[1] ? real : "", full[cut] ? "/" : "", full + cut)) return TOO_LONG;
+  if (is_in_scratch(found)) return IN_SCRATCH;
+  int has_mirror = find_in_mirror(found, full);
+  if (has_mirror < 0) return TOO_LONG;
+  if (has_mirror) strcpy(found, full);
+  return has_mirror ? IN_MIRROR : ELSEWHERE;
 }
 
 /* Returns whether an absolute path is a link of the mirror to an entry of the user. Such a link is in a real folder of the scratch folder and names a
  * real path; the program's own links lead into the scratch folder, see symlink(), or elsewhere, as links of the user in a linked folder do. */
 static int is_link_to_user(const char *path, char *target) {
   char found[PATH_MAX], mirrored[PATH_MAX];
-  return read_link(path, target) && *target == '/' && !is_in_scratch(target) && find_in_mirror(target, mirrored)
-         && find(AT_FDCWD, path, found) == IN_SCRATCH && find(AT_FDCWD, target, found) == IN_MIRROR && !strcmp(found, mirrored);
+  int is_missing;
+  return read_link(path, target) && *target == '/' && !is_in_scratch(target) && find_in_mirror(target, mirrored) == 1
+         && resolve(AT_FDCWD, path, found, &is_missing) == IN_SCRATCH && resolve(AT_FDCWD, target, found, &is_missing) == IN_MIRROR
+         && !strcmp(found, mirrored);
+}
+
+/* Like resolve(), also for folders that the program has created in the mirror only. */
+static enum place find(int folder, const char *path, char *found) {
+  char other[PATH_MAX], target[PATH_MAX];
+  int is_missing;
+  enum place place = resolve(folder, path, found, &is_missing);
+  if (place == IN_MIRROR && is_missing) {
+    enum place created = resolve(AT_FDCWD, found, other, &is_missing);
+    if (created == TOO_LONG) return TOO_LONG;
+    if (created != ELSEWHERE) strcpy(found, other);
+  }
+  /* With a slash at its end, a link would be followed to the user. */
+  size_t length = place > ELSEWHERE ? strlen(found) : 0;
+  while (length > 1 && found[length - 1] == '/') length--;
+  if (length && found[length] && !print(other, "%.*s", (int)length, found) && is_link_to_user(other, target)) found[length] = 0;
+  return place;
 }
 
 static int lock_scratch(void) { /* ranks write to the same files */
@@ -132,41 +157,40 @@ static int lock_scratch(void) { /* ranks write to the same files */
 
 static int unlock(int lock, int result) {
   int error = errno;
-  if (lock >= 0) close(lock);
+  if (lock >= 0) {
+    flock(lock, LOCK_UN); /* a forked process may have it open */
+    close(lock);
+  }
   errno = error;
   return result;
 }
 
+static int is_dots(const char *name) { return !strcmp(name, ".") || !strcmp(name, ".."); }
+
 /* Replaces a link to a folder of the user by a folder of links, in one step where the file system can. */
 static int make_folder(const char *link, const char *user) {
   char new[PATH_MAX], from[PATH_MAX], to[PATH_MAX];
+  if (print(new, "%s.%d.new", link, (int)getpid())) return -1;
   int folder = open_as_it_is(AT_FDCWD, user, O_RDONLY | O_DIRECTORY | O_CLOEXEC, 0);
   DIR *entries = folder < 0 ? NULL : fdopendir(folder);
   if (!entries) return -1;
-  int failed = print(new, "%s.%d.new", link, (int)getpid()) || syscall(SYS_mkdir, new, 0777);
+  int is_made = !syscall(SYS_mkdir, new, 0777), failed = !is_made;
   for (struct dirent *entry; !failed && (entry = readdir(entries));)
-    if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, ".."))
+    if (!is_dots(entry->d_name))
       failed = print(from, "%s/%s", user, entry->d_name) || print(to, "%s/%s", new, entry->d_name) || syscall(SYS_symlink, from, to);
-  closedir(entries);
-  if (failed) return -1;
-  if (!syscall(SYS_renameat2, AT_FDCWD, new, AT_FDCWD, link, RENAME_EXCHANGE)) return (int)syscall(SYS_unlink, new);
-  return syscall(SYS_unlink, link) || syscall(SYS_rename, new, link) ? -1 : 0;
-}
-
-/* Makes the folders of a path of the scratch folder where it has links to folders of the user. */
-static int make_folders(char *path) {
-  char target[PATH_MAX];
-  for (char *slash = path + strlen(getenv("EMULATE_SCRATCH")); (slash = strchr(slash + 1, '/'));) {
-    int failed = 0;
-    *slash = 0;
-    if (is_link_to_user(path, target)) {
-      int lock = lock_scratch();
-      failed = unlock(lock, is_link_to_user(path, target) && make_folder(path, target));
-    }
-    *slash = '/';
-    if (failed) return -1;
+  if (!failed) {
+    closedir(entries);
+    if (!syscall(SYS_renameat2, AT_FDCWD, new, AT_FDCWD, link, RENAME_EXCHANGE)) return (int)syscall(SYS_unlink, new);
+    return syscall(SYS_unlink, link) || syscall(SYS_rename, new, link) ? -1 : 0;
   }
-  return 0;
+  int error = errno;
+  rewinddir(entries);
+  for (struct dirent *entry; is_made && (entry = readdir(entries));)
+    if (!is_dots(entry->d_name) && !print(to, "%s/%s", new, entry->d_name)) syscall(SYS_unlink, to);
+  if (is_made) syscall(SYS_rmdir, new);
+  closedir(entries);
+  errno = error;
+  return -1;
 }
 
 /* Returns 0, or -1 with errno if not all of it could be written. */
@@ -179,59 +203,110 @@ static int copy(int source, int target) {
   return (int)size;
 }
 
-/* Replaces a link to an entry of the user by a copy, in one step, so that other processes find one or the other. */
-static int make_copy(const char *link, const char *user, int truncates) {
+/* Replaces a link to a file of the user by a copy, in one step, so that other processes find one or the other. */
+static int make_copy(const char *link, const char *user, mode_t mode, enum content content) {
   char new[PATH_MAX];
-  struct stat status;
-  if (syscall(SYS_newfstatat, AT_FDCWD, user, &status, 0)) return errno == ENOENT ? (int)syscall(SYS_unlink, link) : -1;
-  if (S_ISDIR(status.st_mode)) return make_folder(link, user);
-  if (!S_ISREG(status.st_mode)) return 0;
-  int source = print(new, "%s.%d.new", link, (int)getpid()) ? -1 : open_as_it_is(AT_FDCWD, user, O_RDONLY, 0);
-  int target = source < 0 ? -1 : open_as_it_is(AT_FDCWD, new, O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  int failed = target < 0 || (!truncates && copy(source, target)) || fchmod(target, (status.st_mode & 0777) | 0200);
+  if (print(new, "%s.%d.new", link, (int)getpid())) return -1;
+  int source = open_as_it_is(AT_FDCWD, user, O_RDONLY | O_CLOEXEC, 0);
+  int target = source < 0 ? -1 : open_as_it_is(AT_FDCWD, new, O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  int failed = target < 0 || (content == WHOLE && copy(source, target)) || fchmod(target, (mode & 0777) | 0200);
   int error = errno;
   if (source >= 0) close(source);
   if (target >= 0) close(target);
   if (!failed && !syscall(SYS_rename, new, link)) return 0;
   if (!failed) error = errno;
-  syscall(SYS_unlink, new);
+  if (target >= 0) syscall(SYS_unlink, new);
   errno = error;
   return -1;
 }
 
-/* The next three find the path for a call and return 0, or -1 with errno. */
+/* Replaces a path that is a link to an entry of the user. Links of the user to folders stay. */
+static int replace_link(const char *path, enum content content) {
+  char user[PATH_MAX];
+  struct stat status;
+  if (!is_link_to_user(path, user)) return 0;
+  int lock = lock_scratch(), failed = 0;
+  if (!is_link_to_user(path, user)) return unlock(lock, 0); /* another process has replaced it */
+  if (!syscall(SYS_newfstatat, AT_FDCWD, user, &status, AT_SYMLINK_NOFOLLOW) && S_ISDIR(status.st_mode)) failed = make_folder(path, user);
+  else if (content != FOLDERS_ONLY) {
+    if (syscall(SYS_newfstatat, AT_FDCWD, user, &status, 0)) failed = errno == ENOENT ? (int)syscall(SYS_unlink, path) : -1;
+    else if (S_ISREG(status.st_mode)) failed = make_copy(path, user, status.st_mode, content);
+  }
+  return unlock(lock, failed);
+}
+
+/* Replaces the links to folders of the user in a path of the scratch folder, except at its end. */
+static int make_folders(char *path) {
+  for (char *slash = path + strlen(getenv("EMULATE_SCRATCH")); (slash = strchr(slash + 1, '/'));) {
+    *slash = 0;
+    int failed = replace_link(path, FOLDERS_ONLY);
+    *slash = '/';
+    if (failed) return -1;
+  }
+  return 0;
+}
+
+/* Replaces the links to entries of the user at and below a path of the scratch folder. */
+static int replace_links(const char *path, enum content content) {
+  char below[PATH_MAX];
+  if (replace_link(path, content)) return -1;
+  int error = errno, failed = 0, folder = open_as_it_is(AT_FDCWD, path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC, 0);
+  DIR *entries = folder < 0 ? NULL : fdopendir(folder);
+  errno = error;
+  if (!entries) return 0;
+  for (struct dirent *entry; !failed && (entry = readdir(entries));)
+    if (!is_dots(entry->d_name)) failed = print(below, "%s/%s", path, entry->d_name) || replace_links(below, content);
+  error = errno;
+  closedir(entries);
+  errno = error;
+  return failed ? -1 : 0;
+}
+
+/* The next functions find the path for a call and return 0, or -1 with errno. */
 
 static int to_read(int folder, const char **path, char *found) {
   char target[PATH_MAX];
   enum place place = find(folder, *path, found);
-  if (place == ELSEWHERE) return 0;
+  if (place == TOO_LONG || place == ELSEWHERE) return place;
   if (is_link_to_user(found, target)) strcpy(found, target);
   else if (place == IN_SCRATCH) return 0;
   *path = found;
   return 0;
 }
 
-static int to_create_or_remove(int folder, const char **path, char *found) {
+static int to_create(int folder, const char **path, char *found) {
   enum place place = find(folder, *path, found);
-  if (place == ELSEWHERE) return 0;
+  if (place == TOO_LONG || place == ELSEWHERE) return place;
   *path = found;
   return place == IN_SCRATCH ? 0 : make_folders(found);
 }
 
-static int to_write(int folder, const char **path, int truncates, char *found) {
+static int to_remove(int folder, const char **path, char *found) {
+  if (to_create(folder, path, found)) return -1;
+  return *path == found ? replace_link(found, FOLDERS_ONLY) : 0;
+}
+
+/* A file that is open for reading may be one of the user. */
+static int to_change(int file) {
+  char link[PATH_MAX], name[PATH_MAX], mirrored[PATH_MAX];
+  if (print(link, "/proc/self/fd/%d", file) || !read_link(link, name) || is_in_scratch(name) || !find_in_mirror(name, mirrored)) return 0;
+  errno = EROFS;
+  return -1;
+}
+
+static int to_write(int folder, const char **path, int follows, enum content content, char *found) {
   char target[PATH_MAX], next[PATH_MAX];
   const char *current = *path;
+  if (!current || !*current) return to_change(folder);
   for (int links = 0; links < MAX_LINKS; links++) {
     enum place place = find(folder, current, found);
+    if (place == TOO_LONG) return -1;
     /* A stream of the process may be a file of the user. */
     if (!*found || is_below(found, "/proc", 5)) return 0;
     if (place == IN_MIRROR && make_folders(found)) return -1;
     if (place != ELSEWHERE) *path = found;
-    if (place != ELSEWHERE && is_link_to_user(found, target)) {
-      int lock = lock_scratch();
-      return unlock(lock, is_link_to_user(found, target) ? make_copy(found, target, truncates) : 0);
-    }
-    if (!read_link(found, target)) return 0;
+    if (place != ELSEWHERE && is_link_to_user(found, target)) return replace_link(found, content);
+    if (!follows || !read_link(found, target)) return 0;
     /* A link of the program, or outside the scratch folder. */
     int length = *target == '/' ? 0 : (int)last_name(found, strlen(found));
     if (print(next, "%.*s%s", length, found, target)) return -1;
@@ -242,16 +317,27 @@ static int to_write(int folder, const char **path, int truncates, char *found) {
   return -1;
 }
 
+/* Links to folders below a renamed path would lead to other paths of the mirror, and links out of the scratch folder would remain at the end. */
+static int to_rename(int from, const char **old, char *found, int to, const char **new, char *found_new) {
+  if (to_create(from, old, found) || to_create(to, new, found_new)) return -1;
+  int leaves = *new != found_new;
+  if (*old == found && replace_links(found, leaves ? WHOLE : FOLDERS_ONLY)) return -1;
+  return leaves ? 0 : replace_links(found_new, FOLDERS_ONLY);
+}
+
 static int open_for(int folder, const char *path, int flags, mode_t mode) {
   char found[PATH_MAX];
-  int writes = (flags & O_ACCMODE) != O_RDONLY || flags & (O_TRUNC | O_CREAT);
-  if (writes ? to_write(folder, &path, flags & O_TRUNC, found) : to_read(folder, &path, found)) return -1;
-  return open_as_it_is(folder, path, flags, mode);
+  int failed;
+  if ((flags & (O_CREAT | O_EXCL)) == (O_CREAT | O_EXCL)) failed = to_create(folder, &path, found);
+  else if ((flags & O_ACCMODE) == O_RDONLY && !(flags & (O_TRUNC | O_CREAT))) failed = to_read(folder, &path, found);
+  else failed = to_write(folder, &path, !(flags & O_NOFOLLOW), flags & O_TRUNC ? EMPTY : WHOLE, found);
+  return failed ? -1 : open_as_it_is(folder, path, flags, mode);
 }
 
 static int find_for_mode(const char **path, const char *mode, char *found) {
+  if (strchr(mode, 'x')) return to_create(AT_FDCWD, path, found);
   if (!strpbrk(mode, "wa+")) return to_read(AT_FDCWD, path, found);
-  return to_write(AT_FDCWD, path, *mode == 'w' && !strchr(mode, 'x'), found);
+  return to_write(AT_FDCWD, path, 1, *mode == 'w' ? EMPTY : WHOLE, found);
 }
 
 #define MODE_OF(flags)                                        \
@@ -288,10 +374,13 @@ CREAT(creat64)
   }
 #define READS(type, failed, name, parameters, arguments) WITH_PATH(type, failed, to_read(AT_FDCWD, &path, found), name, parameters, arguments)
 #define READS_AT(type, name, parameters, arguments) WITH_PATH(type, -1, to_read(folder, &path, found), name, parameters, arguments)
-#define CHANGES(name, parameters, arguments) WITH_PATH(int, -1, to_create_or_remove(AT_FDCWD, &path, found), name, parameters, arguments)
-#define CHANGES_AT(name, parameters, arguments) WITH_PATH(int, -1, to_create_or_remove(folder, &path, found), name, parameters, arguments)
-#define WRITES(name, parameters, arguments) WITH_PATH(int, -1, to_write(AT_FDCWD, &path, 0, found), name, parameters, arguments)
-#define WRITES_AT(name, parameters, arguments) WITH_PATH(int, -1, to_write(folder, &path, 0, found), name, parameters, arguments)
+#define CREATES(name, parameters, arguments) WITH_PATH(int, -1, to_create(AT_FDCWD, &path, found), name, parameters, arguments)
+#define CREATES_AT(name, parameters, arguments) WITH_PATH(int, -1, to_create(folder, &path, found), name, parameters, arguments)
+#define REMOVES(name, parameters, arguments) WITH_PATH(int, -1, to_remove(AT_FDCWD, &path, found), name, parameters, arguments)
+#define WRITES(name, parameters, arguments) WITH_PATH(int, -1, to_write(AT_FDCWD, &path, 1, WHOLE, found), name, parameters, arguments)
+#define WRITES_LINK(name, parameters, arguments) WITH_PATH(int, -1, to_write(AT_FDCWD, &path, 0, WHOLE, found), name, parameters, arguments)
+#define WRITES_AT(name, parameters, arguments) \
+  WITH_PATH(int, -1, to_write(folder, &path, !(flags & AT_SYMLINK_NOFOLLOW), WHOLE, found), name, parameters, arguments)
 
 WITH_PATH(FILE *, NULL, find_for_mode(&path, mode, found), fopen, (const char *path, const char *mode), (path, mode))
 WITH_PATH(FILE *, NULL, find_for_mode(&path, mode, found), fopen64, (const char *path, const char *mode), (path, mode))
@@ -302,53 +391,104 @@ WRITES(truncate, (const char *path, off_t length), (path, length))
 WRITES(truncate64, (const char *path, off64_t length), (path, length))
 WRITES(chmod, (const char *path, mode_t mode), (path, mode))
 WRITES(chown, (const char *path, uid_t user, gid_t group), (path, user, group))
-WRITES(lchown, (const char *path, uid_t user, gid_t group), (path, user, group))
+WRITES_LINK(lchown, (const char *path, uid_t user, gid_t group), (path, user, group))
 WRITES(utime, (const char *path, const struct utimbuf *times), (path, times))
 WRITES(utimes, (const char *path, const struct timeval times[2]), (path, times))
 WRITES(setxattr, (const char *path, const char *name, const void *value, size_t size, int flags), (path, name, value, size, flags))
 WRITES(removexattr, (const char *path, const char *name), (path, name))
+WRITES_LINK(lutimes, (const char *path, const struct timeval times[2]), (path, times))
+WRITES_LINK(lsetxattr, (const char *path, const char *name, const void *value, size_t size, int flags), (path, name, value, size, flags))
+WRITES_LINK(lremovexattr, (const char *path, const char *name), (path, name))
+WITH_PATH(int, -1, to_write(folder, &path, 1, WHOLE, found), futimesat, (int folder, const char *path, const struct timeval times[2]),
+          (folder, path, times))
 WRITES_AT(fchmodat, (int folder, const char *path, mode_t mode, int flags), (folder, path, mode, flags))
 WRITES_AT(fchownat, (int folder, const char *path, uid_t user, gid_t group, int flags), (folder, path, user, group, flags))
 WRITES_AT(utimensat, (int folder, const char *path, const struct timespec times[2], int flags), (folder, path, times, flags))
 
-CHANGES(mkdir, (const char *path, mode_t mode), (path, mode))
-CHANGES(mkfifo, (const char *path, mode_t mode), (path, mode))
-CHANGES(rmdir, (const char *path), (path))
-CHANGES(unlink, (const char *path), (path))
-CHANGES(remove, (const char *path), (path))
-CHANGES_AT(mkdirat, (int folder, const char *path, mode_t mode), (folder, path, mode))
-CHANGES_AT(unlinkat, (int folder, const char *path, int flags), (folder, path, flags))
+#define CHANGES(name, parameters, arguments) \
+  EXPORT int name parameters { return to_change(file) ? -1 : NEXT(name) arguments; }
+CHANGES(fchmod, (int file, mode_t mode), (file, mode))
+CHANGES(fchown, (int file, uid_t user, gid_t group), (file, user, group))
+CHANGES(futimes, (int file, const struct timeval times[2]), (file, times))
+CHANGES(futimens, (int file, const struct timespec times[2]), (file, times))
+CHANGES(fsetxattr, (int file, const char *name, const void *value, size_t size, int flags), (file, name, value, size, flags))
+CHANGES(fremovexattr, (int file, const char *name), (file, name))
+
+int __xmknod(int version, const char *path, mode_t mode, dev_t *device);
+int __xmknodat(int version, int folder, const char *path, mode_t mode, dev_t *device);
+CREATES(mkdir, (const char *path, mode_t mode), (path, mode))
+CREATES(mkfifo, (const char *path, mode_t mode), (path, mode))
+CREATES(mknod, (const char *path, mode_t mode, dev_t device), (path, mode, device))
+CREATES(__xmknod, (int version, const char *path, mode_t mode, dev_t *device), (version, path, mode, device))
+CREATES_AT(mkdirat, (int folder, const char *path, mode_t mode), (folder, path, mode))
+CREATES_AT(mkfifoat, (int folder, const char *path, mode_t mode), (folder, path, mode))
+CREATES_AT(mknodat, (int folder, const char *path, mode_t mode, dev_t device), (folder, path, mode, device))
+CREATES_AT(__xmknodat, (int version, int folder, const char *path, mode_t mode, dev_t *device), (version, folder, path, mode, device))
+REMOVES(rmdir, (const char *path), (path))
+REMOVES(unlink, (const char *path), (path))
+REMOVES(remove, (const char *path), (path))
+WITH_PATH(int, -1, to_remove(folder, &path, found), unlinkat, (int folder, const char *path, int flags), (folder, path, flags))
+
+/* Sockets with a path, which has to be short. */
+static int find_socket(__CONST_SOCKADDR_ARG address, socklen_t *size, struct sockaddr_un *new, int creates) {
+  char path[PATH_MAX], found[PATH_MAX];
+  size_t start = offsetof(struct sockaddr_un, sun_path);
+  memset(new, 0, sizeof *new);
+  if (!address.__sockaddr__ || *size <= start || *size > sizeof *new || address.__sockaddr__->sa_family != AF_UNIX) return 0;
+  if (print(path, "%.*s", (int)(*size - start), address.__sockaddr_un__->sun_path)) return -1;
+  enum place place = find(AT_FDCWD, path, found);
+  if (place != IN_MIRROR) return place == TOO_LONG ? -1 : 0;
+  if (creates && make_folders(found)) return -1;
+  if (strlen(found) >= sizeof new->sun_path) {
+    errno = ENAMETOOLONG;
+    return -1;
+  }
+  new->sun_family = AF_UNIX;
+  strcpy(new->sun_path, found);
+  *size = sizeof *new;
+  return 0;
+}
+#define NAMES_SOCKET(name, creates)                                                    \
+  EXPORT int name(int socket, __CONST_SOCKADDR_ARG address, socklen_t size) {          \
+    struct sockaddr_un new;                                                            \
+    if (find_socket(address, &size, &new, creates)) return -1;                         \
+    if (new.sun_family) address.__sockaddr_un__ = &new;                                \
+    return NEXT(name)(socket, address, size);                                          \
+  }
+NAMES_SOCKET(bind, 1)
+NAMES_SOCKET(connect, 0)
 
 /* Two paths. */
 
-#define RENAMES(name, old_folder, new_folder, parameters, arguments)                                                                   \
-  EXPORT int name parameters {                                                                                                         \
-    char found[PATH_MAX], found_new[PATH_MAX];                                                                                         \
-    if (to_create_or_remove(old_folder, &old, found) || to_create_or_remove(new_folder, &new, found_new)) return -1;                    \
-    return NEXT(name) arguments;                                                                                                       \
+#define RENAMES(name, old_folder, new_folder, parameters, arguments)                            \
+  EXPORT int name parameters {                                                                  \
+    char found[PATH_MAX], found_new[PATH_MAX];                                                  \
+    return to_rename(old_folder, &old, found, new_folder, &new, found_new) ? -1 : NEXT(name) arguments; \
   }
 RENAMES(rename, AT_FDCWD, AT_FDCWD, (const char *old, const char *new), (old, new))
 RENAMES(renameat, from, to, (int from, const char *old, int to, const char *new), (from, old, to, new))
 RENAMES(renameat2, from, to, (int from, const char *old, int to, const char *new, unsigned flags), (from, old, to, new, flags))
 
 /* A second name of a file of the user would write to it. */
-#define LINKS(name, old_folder, new_folder, parameters, arguments)                                                       \
+#define LINKS(name, old_folder, new_folder, follows, parameters, arguments)                                              \
   EXPORT int name parameters {                                                                                           \
     char found[PATH_MAX], found_new[PATH_MAX];                                                                           \
-    if (to_write(old_folder, &old, 0, found) || to_create_or_remove(new_folder, &new, found_new)) return -1;              \
+    if (to_write(old_folder, &old, follows, WHOLE, found) || to_create(new_folder, &new, found_new)) return -1;           \
     return NEXT(name) arguments;                                                                                         \
   }
-LINKS(link, AT_FDCWD, AT_FDCWD, (const char *old, const char *new), (old, new))
-LINKS(linkat, from, to, (int from, const char *old, int to, const char *new, int flags), (from, old, to, new, flags))
+LINKS(link, AT_FDCWD, AT_FDCWD, 0, (const char *old, const char *new), (old, new))
+LINKS(linkat, from, to, flags &AT_SYMLINK_FOLLOW, (int from, const char *old, int to, const char *new, int flags), (from, old, to, new, flags))
 
 static int point_into_scratch(const char **target, char *found) {
-  if (**target == '/' && find(AT_FDCWD, *target, found) != ELSEWHERE) *target = found;
+  enum place place = **target == '/' ? find(AT_FDCWD, *target, found) : ELSEWHERE;
+  if (place == TOO_LONG || place == ELSEWHERE) return place;
+  *target = found;
   return 0;
 }
 #define MAKES_LINK(name, folder, parameters, arguments)                                                         \
   EXPORT int name parameters {                                                                                  \
     char found[PATH_MAX], pointed[PATH_MAX];                                                                    \
-    if (point_into_scratch(&target, pointed) || to_create_or_remove(folder, &path, found)) return -1;            \
+    if (point_into_scratch(&target, pointed) || to_create(folder, &path, found)) return -1;                      \
     return NEXT(name) arguments;                                                                                \
   }
 MAKES_LINK(symlink, AT_FDCWD, (const char *target, const char *path), (target, path))
@@ -372,7 +512,7 @@ static void take_name(char *template, const char *path) {
 #define TEMPORARY(type, failed, result, name, parameters, arguments)                   \
   EXPORT type name parameters {                                                        \
     char found[PATH_MAX], *path = template;                                            \
-    if (to_create_or_remove(AT_FDCWD, (const char **)&path, found)) return failed;      \
+    if (to_create(AT_FDCWD, (const char **)&path, found)) return failed;      \
     type made = NEXT(name) arguments;                                                  \
     take_name(template, path);                                                         \
     return result;                                                                     \
@@ -383,6 +523,8 @@ TEMPORARY(int, -1, made, mkostemp, (char *template, int flags), (path, flags))
 TEMPORARY(int, -1, made, mkostemp64, (char *template, int flags), (path, flags))
 TEMPORARY(int, -1, made, mkstemps, (char *template, int suffix), (path, suffix))
 TEMPORARY(int, -1, made, mkstemps64, (char *template, int suffix), (path, suffix))
+TEMPORARY(int, -1, made, mkostemps, (char *template, int suffix, int flags), (path, suffix, flags))
+TEMPORARY(int, -1, made, mkostemps64, (char *template, int suffix, int flags), (path, suffix, flags))
 TEMPORARY(char *, NULL, made ? template : NULL, mkdtemp, (char *template), (path))
 
 /* Makes the program ask whether an entry is a link. */

@@ -43,7 +43,12 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         ("--device h100 --steps 0 -- python", "--steps=0: give 1 or more"),
         ("--device h100 --minutes -1 -- python", "--minutes=-1.0: give more than 0"),
         ("--device h100 --json missing/x.json -- python", "--json='missing/x.json': it cannot"),
+        ("--device h100 --json read_only.json -- python", "--json='read_only.json': it cannot"),
         ("--device h100 --output . -- python", "--output='.': it is not empty"),
+        ("--device h100 --output train.py -- python", "--output='train.py': it is a file"),
+        ("--device h100 --output /proc/x -- python", "--output='/proc/x': No such file"),
+        ("--device h100 --output new --json new -- python", "--json='new': it cannot"),
+        ("--device h100 --output new --json new/r --steps 0 -- python", "--steps=0: give 1"),
     ],
 )
 def test_an_invalid_option_is_refused_before_the_start(
@@ -51,6 +56,11 @@ def test_an_invalid_option_is_refused_before_the_start(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
+    (tmp_path / "read_only.json").touch()
+    can_access = os.access
+    monkeypatch.setattr(
+        os, "access", lambda path, mode: "read_only" not in str(path) and can_access(path, mode)
+    )
     with pytest.raises(SystemExit) as exit_:
         main(["emulate", *arguments.split()])
     assert exit_.value.code == 2
@@ -157,11 +167,13 @@ def preloaded(request, tmp_path):
     subprocess.run(command, check=True)
     own, disk, scratch = tmp_path / "own", tmp_path / "disk", tmp_path / "scratch"
     elsewhere = tmp_path / "elsewhere"
-    for folder in (own / "runs", own / ".cache/deep", own / "old", disk, elsewhere):
+    for folder in (own / "runs", own / ".cache/deep", own / "old", disk / "deep", elsewhere):
         folder.mkdir(parents=True)
     (elsewhere / "x").touch()
     (own / "disk").symlink_to(disk)
     (own / ".cache/elsewhere").symlink_to(elsewhere)
+    for link, target in {"a": disk / "deep", "b": disk / "deep", "c": disk}.items():
+        (own / link).symlink_to(target)
     names = (
         "log.txt",
         "log2.txt",
@@ -179,6 +191,12 @@ def preloaded(request, tmp_path):
     return own, scratch, {**os.environ, **variables, "LD_PRELOAD": str(library)}
 
 
+def run_program(text, preloaded, *words):
+    own, scratch, environment = preloaded
+    command = [sys.executable, "-c", text, str(own), *words]
+    subprocess.run(command, cwd=scratch, env=environment, check=True)
+
+
 def state(folder):
     return {
         path: (path.stat().st_mtime_ns, path.stat().st_mode, path.is_file() and path.read_bytes())
@@ -186,10 +204,9 @@ def state(folder):
     }
 
 
-# Each path leads to the user's own folder.
 CHANGES = """
-import os, pathlib, shutil, sqlite3, subprocess
-root = pathlib.Path("log.txt").resolve().parent
+import os, pathlib, shutil, sqlite3, subprocess, sys
+root = pathlib.Path(sys.argv[1])
 (root / "runs").mkdir(exist_ok=True)
 (root / "runs/model.pt").write_text("new")
 (root / "new/deep").mkdir(parents=True)
@@ -225,9 +242,9 @@ with open("hard", "a") as file:
 
 
 def test_absolute_paths_below_the_program_lead_to_its_mirror(preloaded):
-    own, scratch, environment = preloaded
+    own, scratch, _ = preloaded
     before = state(own.parent / "disk"), state(own)
-    subprocess.run([sys.executable, "-c", CHANGES], cwd=scratch, env=environment, check=True)
+    run_program(CHANGES, preloaded)
     assert (state(own.parent / "disk"), state(own)) == before
     written = dict(written_files(scratch))
     assert " ".join(written) == (
@@ -270,3 +287,134 @@ def test_a_removed_link_does_not_remove_what_it_leads_to(target, preloaded):
     subprocess.run(command, cwd=scratch, env=environment, check=True)
     assert not (scratch / ".cache").exists()
     assert (own / ".cache/elsewhere/x").exists()
+
+
+RENAMES = """
+import os, pathlib, sys
+root = pathlib.Path(sys.argv[1])
+os.rename(root / ".cache", "hidden")
+assert pathlib.Path("hidden/deep/x").read_text() == (root / "hidden/deep/x").read_text() == "own"
+os.rename("runs", root.parent / "moved")
+assert not (root.parent / "moved/model.pt").is_symlink()
+(root.parent / "moved/model.pt").write_text("new")
+"""
+
+
+def test_a_renamed_folder_keeps_its_files(preloaded):
+    own = preloaded[0]
+    before = state(own)
+    run_program(RENAMES, preloaded)
+    assert state(own) == before
+    assert (own.parent / "moved/model.pt").read_text() == "new"
+
+
+REMOVES = """
+import errno, os, sys
+root = sys.argv[1]
+for path, remove, number in (
+    (f"{root}/.cache", os.unlink, errno.EISDIR),
+    (".cache/deep", os.unlink, errno.EISDIR),
+    (".cache/deep", os.rmdir, errno.ENOTEMPTY),
+):
+    try:
+        remove(path)
+    except OSError as error:
+        assert error.errno == number
+    else:
+        raise AssertionError(path)
+os.unlink(".cache/deep/x")
+os.rmdir(".cache/deep")
+assert os.listdir(".cache") == ["elsewhere"]
+"""
+
+
+def test_a_folder_that_is_linked_as_a_whole_is_removed_as_a_folder(preloaded):
+    before = state(preloaded[0])
+    run_program(REMOVES, preloaded)
+    assert state(preloaded[0]) == before
+
+
+NAMES = """
+import os, pathlib, socket, sys
+root = pathlib.Path(sys.argv[1])
+(root / "new").mkdir()
+assert (root / "new/../log.txt").read_text() == "own"
+(root / "..new").mkdir()
+(root / "..new/a").mkdir()
+(root / "..new/a/b").touch()
+assert os.path.exists("..new/a/b")
+os.mknod(root / "pipe", 0o10600)
+os.utime(root / "log.txt", (1, 1), follow_symlinks=False)
+os.chmod(".cache/", 0o700)
+file = os.open("log2.txt", os.O_RDONLY)
+for call, argument in ((os.fchmod, 0o600), (os.utime, (1, 1))):
+    try:
+        call(file, argument)
+    except OSError:
+        pass
+    else:
+        raise AssertionError(call)
+server, client = (socket.socket(socket.AF_UNIX) for _ in range(2))
+os.chdir(root)
+server.bind("socket")
+server.listen()
+client.connect("socket")
+"""
+
+
+def test_names_of_new_entries_lead_to_the_mirror(preloaded):
+    before = state(preloaded[0])
+    run_program(NAMES, preloaded)
+    assert state(preloaded[0]) == before
+    assert (preloaded[1] / "socket").is_socket()
+
+
+OPENS = """
+import errno, sys
+try:
+    open(sys.argv[2], "w")
+except OSError as error:
+    assert error.errno == errno.ENAMETOOLONG
+else:
+    raise AssertionError
+"""
+
+
+def test_a_path_that_is_too_long_in_the_mirror_is_refused(preloaded):
+    folder = str(preloaded[0] / ".cache/deep")
+    while len(folder) < 3900:
+        folder += "/" + 100 * "x"
+    os.makedirs(folder)
+    file = f"{folder}/".ljust(4095, "y")
+    run_program(OPENS, preloaded, file)
+    assert os.listdir(folder) == []
+
+
+LINKS = """
+import os
+os.symlink("target", "link")
+for flags in (os.O_CREAT | os.O_EXCL, os.O_NOFOLLOW):
+    try:
+        os.open("link", os.O_WRONLY | flags)
+    except OSError:
+        assert not os.path.lexists("target")
+    else:
+        raise AssertionError(flags)
+open("target", "w").close()
+os.utime("target", (5, 5))
+os.utime("link", (1, 1), follow_symlinks=False)
+assert (os.stat("target").st_mtime, os.lstat("link").st_mtime) == (5, 1)
+"""
+
+
+def test_links_of_the_program_are_not_followed_by_calls_that_do_not(preloaded):
+    run_program(LINKS, preloaded)
+
+
+def test_a_folder_with_several_links_has_one_mirror(preloaded):
+    scratch = preloaded[1]
+    text = (
+        "open('c/deep/z', 'w').write('n'); assert open('a/z').read() == open('b/z').read() == 'n'"
+    )
+    run_program(text, preloaded)
+    assert (scratch / "a").resolve() == (scratch / "c/deep").resolve()
