@@ -484,6 +484,7 @@ def from_json(kind: Any, value: Any) -> Any:
         TypeError, ValueError: The value does not match the type, or lacks a field of a dataclass.
     """
     if is_dataclass(kind):
+        # Raises TypeError unless the value is a mapping.
         given = {**value}
         hints = get_type_hints(kind)
         if not given.keys() >= hints.keys():
@@ -496,7 +497,6 @@ def from_json(kind: Any, value: Any) -> Any:
         return None if value is None else from_json(get_args(kind)[0], value)
     if origin is dict:
         _, item_kind = get_args(kind)
-        # {**value} raises TypeError unless it is a mapping.
         return {name: from_json(item_kind, item) for name, item in {**value}.items()}
     if origin is tuple:
         item_kinds = get_args(kind)

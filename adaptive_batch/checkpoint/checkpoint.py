@@ -200,7 +200,11 @@ def newest_complete(
         if change is None:
             newer = [each for each in all_skipped if each.order is None or each.order >= order]
             return checkpoint, newer
-        all_skipped.append(SkippedCheckpoint(checkpoint.path, change, True, order, checkpoint.run))
+        all_skipped.append(
+            SkippedCheckpoint(
+                checkpoint.path, change, is_ours=True, order=order, run=checkpoint.run
+            )
+        )
     return None, all_skipped
 
 
@@ -529,9 +533,9 @@ class CheckpointManager:
         own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
         return sorted(own, key=lambda checkpoint: -checkpoint.order)
 
-    def _remove_old(self, newest: int) -> None:
-        """Remove old checkpoints of this run; keep those of other runs and versions, and users'
-        folders.
+    def _remove_old(self, newest_order: int) -> None:
+        """Remove old checkpoints of this run, and damaged ones that may be of this run; keep those
+        of other runs and versions, and users' folders.
         """
         if self._keep_last is None:
             return
@@ -539,7 +543,8 @@ class CheckpointManager:
             remove_folder(checkpoint.path)
         _, skipped = checkpoints_in(self._output_dir)
         for damaged in skipped:
-            is_older = damaged.order is None or damaged.order < newest
+            # A damaged manifest may have lost the order and the run; it resumes no run.
+            is_older = damaged.order is None or damaged.order < newest_order
             if damaged.is_ours and is_older and damaged.run in (None, self._run):
                 remove_folder(damaged.path)
 

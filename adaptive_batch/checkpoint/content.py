@@ -273,6 +273,9 @@ def _check_layout(
 
 
 def _layout(tensor: torch.Tensor | None) -> str:
+    """Describe how the parameter of a low-bit state is divided over ranks, for an error. A plain
+    parameter is whole, and so is a state without one.
+    """
     if not isinstance(tensor, DTensor):
         return "whole"
     return (

@@ -120,7 +120,7 @@ class AdaptiveBatches(Batches):
             check_schedule(batch_size_schedule)
         if needs_noise_scale(batch_size_schedule):
             remedy = (
-                "nothing is measured here that it could follow; give steps, linear_ramp or"
+                "no noise scale is measured here for it to follow; give steps, linear_ramp or"
                 " ramp_by_doubling"
             )
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
@@ -133,7 +133,7 @@ class AdaptiveBatches(Batches):
             dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
         )
         self._listeners: list[Event] = []
-        # Steps that were done when the last epoch was read.
+        # Steps that were done when iteration last reached the end of an epoch.
         self._steps_at_end: int | None = None
         self._has_warned = False
         super().__init__(

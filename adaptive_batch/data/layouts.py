@@ -323,8 +323,8 @@ def _grouped(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Its time grows with rows x rows of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # By number of shortest rows: the fewest groups of these rows, the least cost of so few groups,
-    # and the position in `order` at which the last of these groups begins.
+    # Entry n of each list is of the n shortest rows: their fewest groups, the least cost of so few
+    # groups, and the position in `order` at which the last of these groups begins.
     fewest_groups = [0]
     least_cost = [0]
     begin_of_last = [0]
@@ -378,8 +378,8 @@ def _grouped_by_time(
         time: model of the time of a group.
     """
     order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    # By number of shortest rows: the least time of their groups, and the position in `order` at
-    # which the last of these groups begins.
+    # `least_time[n]` is the least time of the groups of the n shortest rows, and `begin_of_last[n]`
+    # the position in `order` at which the last of these groups begins.
     least_time = torch.zeros(len(order) + 1, dtype=torch.float64)
     begin_of_last = [0]
     for end, row in enumerate(order, start=1):
@@ -461,8 +461,8 @@ def balance_by_tokens(
     By tokens, rows sorted by length are cut into a group for each micro-batch of each rank. The
     groups that run at the same time, a *wave*, are neighbours with nearly equal padded tokens, and
     each rank has one group of each wave. :func:`~adaptive_batch.data.micro_batches` may then cut a
-    rank's rows into fewer groups, or into as many that cost no more. A rank has at most as many as
-    the whole step would have on one rank, divided by the ranks and rounded up, which is optimal.
+    rank's rows into fewer groups, or into as many that cost no more. A rank has at most n / ranks
+    micro-batches, rounded up, if the whole step would have n on one rank; no division has fewer.
 
     Other layouts and units leave fewer choices:
 

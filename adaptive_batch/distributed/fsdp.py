@@ -49,8 +49,8 @@ class Sharding:
     def __init__(
         self, model: nn.Module, *, finishes: bool = True, syncs_every_micro_batch: bool = True
     ) -> None:
-        # A failed forward leaves FSDP modules in an intermediate state on one rank as well.
         self._modules = _fsdp_modules(model)
+        # A failed forward leaves modules in an intermediate state, on a single rank too.
         if self._modules and not hasattr(self._modules[0], "reset_iter_state"):
             raise TorchVersionError(
                 f"torch {torch.__version__} cannot reset FSDP2 after a step that failed:"
@@ -60,7 +60,8 @@ class Sharding:
         self._syncs_every = syncs_every_micro_batch
         self._finishes = finishes
         self.is_sharded = bool(self._modules) and distributed.world_size() > 1
-        # Collectives of a whole micro-batch, by its kind; each function repeats one with zeros.
+        # Collectives of a whole micro-batch, by its kind. Each function repeats one with zeros, for
+        # a rank whose micro-batch has failed while other ranks wait in it.
         self._recorded: dict[str, list[Callable[[], object]]] = {}
         # Kind of the micro-batch that runs or has failed, and its collectives so far.
         self._kind = ""
@@ -156,7 +157,9 @@ class Sharding:
         return not self.is_sharded or self._kind_of(is_last, evaluates) in self._recorded
 
     def finish(self) -> None:
-        """Run the remaining collectives of a failed micro-batch; call :meth:`reset` first."""
+        """Run the collectives that a failed micro-batch did not reach, since other ranks wait in
+        them. Call :meth:`reset` first: it restores FSDP's modules, and keeps the record.
+        """
         if self._kind and self.is_sharded:
             num_completed = len(self._completed)
             for run_with_zeros in self._recorded[self._kind][num_completed:]:

@@ -172,7 +172,7 @@ def _arena() -> tuple[Any, int]:
 
 
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a CPU tensor that shares the memory of a CUDA tensor."""
+    """Return a CPU view of a tensor of the emulated device, whose memory is on the host."""
     if not tensor.is_cuda:
         return tensor
     size, stride = tensor.size(), tensor.stride()
@@ -214,8 +214,13 @@ def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the values of this tensor's storage are kept."""
     if tensor.layout is not torch.strided:
         return False
+    # Control flow depends on integers and flags, so more of them are kept.
     limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()
-    return (_storage(tensor)[1] if tensor.is_cuda else tensor.nbytes) <= limit
+    num_bytes = tensor.nbytes
+    if tensor.is_cuda:
+        # A view has the values of its storage.
+        _, num_bytes = _storage(tensor)
+    return num_bytes <= limit
 
 
 def _why_made_up(tensors: Iterable[torch.Tensor]) -> str | None:

@@ -478,6 +478,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         # Active modes would intercept the storage access of each tensor.
         with private.disable_current_modes():
             super().add(tensors)
+        # Log what was added.
         self.check()
 
     def add_named(self, named: Named) -> None:

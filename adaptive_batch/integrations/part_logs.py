@@ -32,7 +32,7 @@ _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
 
 def over_parts(values: Sequence[Any], weights: Sequence[float], reduction: str) -> Any:
-    """Reduce one value per micro-batch; return the last one if any is not a number.
+    """Reduce one value per micro-batch; return the last one if any has no numeric type.
 
     NaN is skipped unless all values are NaN: a metric may apply to no row of a micro-batch.
 

@@ -108,7 +108,9 @@ _Changes = list[tuple[bool, Sequence[str], str]]
 
 
 def _changes_of_memory(cfg: DictConfig, model: torch.nn.Module) -> _Changes:
-    """Return changes of the activations, of the loss and of the dtype."""
+    """Return changes of the activations, of the loss and of the dtype that save memory, with the
+    condition under which each applies.
+    """
     recomputes = cfg.get("enable_activation_checkpointing") or cfg.get("ac_mode") is not None
     dtype = str(cfg.dtype)
     loss = str(cfg.loss._component_)

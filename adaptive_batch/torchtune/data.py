@@ -86,8 +86,9 @@ class Collator:
         self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]
     ) -> dict[str, Any]:
         """Return the batch; raise if it lacks rows, which would count as trained."""
+        # A row has a sequence in each field, such as a chosen and a rejected one.
         num_sequences = len(rows) * len(self._job.task.fields)
-        # A function may also pack all sequences into one.
+        # A `collate_fn` may also pack all sequences into one.
         if "tokens" in batch and len(batch["tokens"]) not in (1, num_sequences):
             remedy = (
                 f"it made {len(batch['tokens'])} rows of {num_sequences}; return all of them, and"

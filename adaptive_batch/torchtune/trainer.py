@@ -409,9 +409,9 @@ class Validation:
         with RandomState(self._job.device):
             loss = self._evaluator.run(self._data.dataset_val[row] for row in rank_rows)
         self._log.validation(loss, rows=self._num_rows, step=step)
-        # recount() waits for all ranks. Called earlier, a rank whose evaluation failed would leave
-        # the others waiting.
-        changed = self._data.dataset_val.recount()
-        if changed:
-            message = f"dataset_val: {changed}: the lengths that were cached are dropped"
+        # Drop the cached lengths if the evaluation has read a row with another length. All ranks
+        # take part, so this comes after the evaluation, whose errors end all ranks.
+        changed_row = self._data.dataset_val.recount()
+        if changed_row:
+            message = f"dataset_val: {changed_row}: the lengths that were cached are dropped"
             self._log.event("recounted", message)
