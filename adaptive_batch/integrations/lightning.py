@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
-from types import SimpleNamespace
 from typing import Any
 
 import lightning
@@ -291,11 +290,11 @@ class _ModuleLogs(PartLogs):
         others = [
             each
             for each in modules
-            # Saving the attributes of each layer in each batch takes time.
+            # Visiting the attributes of each layer in each batch takes time.
             if not isinstance(each, Metric)
             and not type(each).__module__.startswith(("torch.", "transformers."))
         ]
-        super().__init__(module, [*others, SimpleNamespace(of=metrics)], skipped=_OF_MODULES)
+        super().__init__(module, others, metrics=metrics, skipped=_OF_MODULES)
         self.means: Mapping[Any, torch.Tensor] = {}
 
     def record(self, calls: dict[Any, Any], *arguments: Any, **given: Any) -> None:
@@ -489,7 +488,9 @@ def _joined(results: Sequence[_Result], num_rows: int) -> dict[str, Any]:
             for value, result in zip(values, with_name, strict=True)
         )
         rows = [row for result in with_name for row in result.rows]
-        if not has_entry_per_row:
+        # One number from each part of one row may be a mean.
+        may_be_means = all(getattr(value, "shape", ()) == (1,) for value in values)
+        if not has_entry_per_row or (may_be_means and len(rows) < num_rows):
             continue
         if len(rows) < num_rows:
             raise SettingError(

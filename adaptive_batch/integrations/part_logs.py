@@ -5,28 +5,29 @@ from __future__ import annotations
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from numbers import Real
-from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
 
 from adaptive_batch._util import replaced
 from adaptive_batch.training import Part
 
 log = logging.getLogger("adaptive_batch")
 
-# Types of values that are saved.
-_SCALARS = (int, float, bool, str, NoneType)
-_VALUES = (*_SCALARS, torch.Tensor, dict, list, deque)
-# Larger tensors in attributes, such as copies of weights, are not saved.
+# Other subclasses of dict may refuse to be changed.
+_DICTS = (dict, defaultdict, OrderedDict, Counter)
+# Levels of dictionaries in an attribute whose items are restored in place.
+_NUM_LEVELS = 2
+# Larger tensors, such as copies of weights, earlier entries of lists, and the contents of items of
+# larger dictionaries are not restored.
 _MOST_ELEMENTS = 2**16
+_MOST_ENTRIES = 2**10
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "min": min, "max": max}
 _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
@@ -64,13 +65,20 @@ def reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -
 class PartLogs(ABC):
     """Logs and attributes of a trainer or module during the micro-batches of one batch.
 
-    Saved attributes are numbers, texts, tensors, lists, dictionaries and metric objects (with
-    `update` and `compute`). A subclass defines :meth:`record` and :meth:`log_values`.
+    Trials and failed attempts are undone: each attribute gets its earlier object again. In place,
+    dictionaries of the standard library get their earlier items, deques their entries, lists their
+    last 1,024 entries, tensors of at most 65,536 elements their values, and metric objects (with
+    `update` and `compute`) their whole state; this also holds for items of two levels of
+    dictionaries of at most 1,024 items, and for metric objects in lists. Other changes in place are
+    not undone.
+
+    A subclass defines :meth:`record` and :meth:`log_values`.
 
     Args:
         logger: trainer or module with the method ``log``.
-        holders: objects whose attributes are saved.
-        skipped: names of attributes that are not saved.
+        holders: objects whose attributes are restored.
+        metrics: other metric objects that are restored.
+        skipped: names of attributes that are not restored.
         merged: names of attributes whose lists have one number per batch.
 
     Attributes:
@@ -83,18 +91,21 @@ class PartLogs(ABC):
         logger: Any,
         holders: Sequence[Any],
         *,
+        metrics: Sequence[Any] = (),
         skipped: Collection[str],
         merged: Collection[str] = (),
     ) -> None:
         self.logger = logger
         self._holders = holders
+        self._metrics = metrics
         self._skipped = skipped
         self._merged = merged
         self.weights: list[float] = []
         self.calls: list[dict[Any, Any]] = []
-        # Lengths of lists by identity. `_undo` keeps the lists alive and restores them in place.
-        self._lengths = {id(each): len(each) for _, each in self._lists()}
-        self._undo = self.snapshot()
+        # Lists by identity, which stay alive, and their lengths before the batch.
+        self._lengths = {id(each): (each, len(each)) for _, each in self._lists()}
+        # Restores the attributes before the batch; only training needs it.
+        self._undo: Callable[[], None] | None = None
 
     @abstractmethod
     def record(self, calls: dict[Any, Any], *arguments: Any, **keywords: Any) -> None:
@@ -111,11 +122,7 @@ class PartLogs(ABC):
         """
 
     def _attributes(self, holder: Any) -> dict[str, Any]:
-        return {
-            name: value
-            for name, value in vars(holder).items()
-            if name not in self._skipped and (isinstance(value, _VALUES) or _is_metric(value))
-        }
+        return {name: value for name, value in vars(holder).items() if name not in self._skipped}
 
     def _lists(self) -> Iterator[tuple[Sequence[str], list[Any]]]:
         """Yield each list in the attributes with the names that lead to it."""
@@ -126,12 +133,17 @@ class PartLogs(ABC):
         """Return a function that restores the current logs and attributes."""
         calls, weights = [*self.calls], [*self.weights]
         saved = [(holder, self._attributes(holder)) for holder in self._holders]
-        restore_values = [_save(attributes) for _, attributes in saved]
+        seen: set[int] = set()
+        undos = [
+            undo
+            for value in chain(self._metrics, *(attributes.values() for _, attributes in saved))
+            for undo in _undos(value, seen)
+        ]
 
         def restore() -> None:
             self.calls, self.weights = [*calls], [*weights]
-            for restore_attributes in restore_values:
-                restore_attributes()
+            for undo in undos:
+                undo()
             for holder, attributes in saved:
                 for name in self._attributes(holder).keys() - attributes.keys():
                     del vars(holder)[name]
@@ -152,6 +164,8 @@ class PartLogs(ABC):
         """Collect a micro-batch of a training step; undo trials, dummies and failed attempts."""
         # Nothing is undone in a `finally`: after an error, the first micro-batch of the next
         # attempt undoes all.
+        if self._undo is None:
+            self._undo = self.snapshot()
         if part.is_trial or part.share == 0:
             undo = self.snapshot()
             with self.collect():
@@ -168,7 +182,7 @@ class PartLogs(ABC):
     def log(self) -> None:
         """Reduce the logs and list entries of the micro-batches to one value for the batch."""
         for (holder, attribute, *keys), each in self._lists():
-            num_before = self._lengths.get(id(each), 0)
+            _, num_before = self._lengths.get(id(each), (each, 0))
             appended = each[num_before:]
             is_one_each = len(appended) == len(self.weights)
             # A list with more numbers than micro-batches does not hold one number per batch.
@@ -190,12 +204,14 @@ class PartLogs(ABC):
             self.log_values(key, *zip(*with_key, strict=True))
 
 
-def _lists_in(names: Sequence[str], value: Any) -> Iterator[tuple[Sequence[str], list[Any]]]:
-    if isinstance(value, list):
-        yield names, value
-    elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _lists_in((*names, str(name)), item)
+def _lists_in(
+    names: Sequence[str], values: dict[Any, Any], num_levels: int = _NUM_LEVELS
+) -> Iterator[tuple[Sequence[str], list[Any]]]:
+    for name, value in values.items():
+        if type(value) is list:
+            yield (*names, str(name)), value
+        elif type(value) in _DICTS and num_levels and len(value) <= _MOST_ENTRIES:
+            yield from _lists_in((*names, str(name)), value, num_levels - 1)
 
 
 @cache
@@ -207,58 +223,54 @@ def _warn_of_list(name: str) -> None:
     )
 
 
-def _save(values: dict[str, Any]) -> Callable[[], None]:
-    """Return a function that restores the contents of a dictionary and of all containers and
-    metric objects in it, which keep their identity.
+def _undos(
+    value: Any, seen: set[int], num_levels: int = _NUM_LEVELS, *, is_metric: bool = False
+) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the contents of a value in place, one after another.
+
+    Args:
+        value: value whose contents may change.
+        seen: identities of the values that have been visited.
+        num_levels: levels of dictionaries whose items are restored.
+        is_metric: whether the value belongs to a metric object.
     """
-    saved = []
-    for container, is_metric in _containers_in(values):
-        contents: Any = [*container]
-        copies: dict[Any, tuple[torch.Tensor, int | None]] = {}
-        if isinstance(container, dict):
-            contents = {**container}
-            for name, item in container.items():
-                # Other tensors, and those in lists, do not change in place, and take much memory.
-                is_tensor = isinstance(item, torch.Tensor) and not isinstance(item, nn.Parameter)
-                if is_tensor and (is_metric or item.numel() <= _MOST_ELEMENTS):
-                    copies[name] = item.clone(), _num_changes(item)
-        saved.append((container, contents, copies))
+    if _is_metric(value):
+        value, num_levels, is_metric = vars(value), _NUM_LEVELS, True
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    kind = type(value)
+    items: Iterable[Any] = ()
+    if kind is torch.Tensor:
+        if is_metric or value.numel() <= _MOST_ELEMENTS:
+            yield partial(_copy_back, value, value.detach().clone(), _num_changes(value))
+    elif kind in _DICTS:
+        yield value.clear
+        yield partial(value.update, {**value})
+        items = value.values() if num_levels and len(value) <= _MOST_ENTRIES else ()
+    elif kind is deque:
+        yield value.clear
+        yield partial(value.extend, [*value])
+    elif kind is list:
+        # A list of a metric is emptied and filled again; others are long and only appended to.
+        start = 0 if is_metric else max(0, len(value) - _MOST_ENTRIES)
+        last = value[start:]
+        yield partial(value.__setitem__, slice(start, None), last)
+        items = filter(_is_metric, last)
+    for item in items:
+        yield from _undos(item, seen, num_levels - 1, is_metric=is_metric)
 
-    def restore() -> None:
-        for container, contents, copies in saved:
-            container.clear()
-            if not isinstance(container, dict):
-                container.extend(contents)
-                continue
-            container.update(contents)
-            for name, (copied, num_changes) in copies.items():
-                if num_changes is None or _num_changes(contents[name]) != num_changes:
-                    container[name] = copied.clone()
 
-    return restore
+def _copy_back(tensor: torch.Tensor, copied: torch.Tensor, num_changes: int | None) -> None:
+    if num_changes is None or _num_changes(tensor) != num_changes:
+        # This mode also changes tensors that were created in it.
+        with torch.inference_mode():
+            tensor.copy_(copied)
 
 
 def _num_changes(tensor: torch.Tensor) -> int | None:
     """Return the number of changes in place; None if PyTorch does not count them."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _containers_in(value: Any, is_metric: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the containers in a value, and whether they belong to a metric object."""
-    if _is_metric(value):
-        value, is_metric = vars(value), True
-    items: Iterable[Any] = ()
-    if isinstance(value, dict):
-        items = value.values()
-    elif isinstance(value, list | deque):
-        # A list may be long.
-        has_only_scalars = set(map(type, value)) <= {*_SCALARS, torch.Tensor, nn.Parameter}
-        items = () if has_only_scalars else value
-    else:
-        return
-    yield value, is_metric
-    for item in items:
-        yield from _containers_in(item, is_metric)
 
 
 def _is_metric(value: Any) -> bool:
@@ -267,11 +279,13 @@ def _is_metric(value: Any) -> bool:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested mappings and lists."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, list | deque):
-        for item in value:
-            yield from leaves(item)
-    else:
-        yield value
+    """Yield the values in nested mappings and lists, which may contain themselves."""
+    waiting = deque([value])
+    seen = set()
+    while waiting:
+        each = waiting.popleft()
+        if not isinstance(each, Mapping | list | deque):
+            yield each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting.extend(each.values() if isinstance(each, Mapping) else each)

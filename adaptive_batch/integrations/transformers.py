@@ -44,6 +44,8 @@ _SUMS_OVER_TOKENS = ("cispo", "dapo", "vespo")
 _COMPARE_ROWS = ("aot", "aot_pair", "aot_unpaired", "kto")
 # Attributes of TRL's trainers that hold metrics: lists with one number per batch.
 _METRICS = ("_metrics", "_stored_metrics")
+# Attributes that no loss changes, and that may be large.
+_SKIPPED = ("log_history", "train_dataset", "eval_dataset")
 # Modules whose `_prepare_inputs` truncates inputs to the longest answer: called per micro-batch.
 _CUT_INPUTS = ("swift.trainers.seq2seq_trainer",)
 
@@ -54,8 +56,7 @@ class _Step(AdaptiveStep):
 
 class _TrainerLogs(PartLogs):
     def __init__(self, trainer: Trainer) -> None:
-        holders = (trainer, trainer.state)
-        super().__init__(trainer, holders, skipped=("log_history",), merged=_METRICS)
+        super().__init__(trainer, (trainer, trainer.state), skipped=_SKIPPED, merged=_METRICS)
 
     def record(self, calls: dict[Any, Any], *arguments: Any, **_: Any) -> None:
         values: Mapping[str, Any] = arguments[0]

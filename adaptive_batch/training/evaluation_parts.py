@@ -346,7 +346,7 @@ def _differ(ours: torch.Tensor, halves: torch.Tensor, tolerance: float) -> bool:
         return True
     if not ours.is_floating_point():
         return not torch.equal(ours, halves)
-    return bool((ours - halves).norm() > tolerance * ours.norm())
+    return _are_apart(ours, halves, ours, tolerance)
 
 
 def _states_differ(
@@ -357,8 +357,26 @@ def _states_differ(
     if not changes_in_place or not before.isfinite().all() or before is ours:
         return _differ(ours, halves, tolerance)
     # A state may be a sum over many earlier batches, which would hide a difference.
-    rounding = _ROUNDING * before.norm()
-    return bool((ours - halves).norm() > tolerance * (ours - before).norm() + rounding)
+    return _are_apart(ours, halves, ours - before, tolerance, rounding=_ROUNDING * before.norm())
+
+
+def _are_apart(
+    ours: torch.Tensor,
+    halves: torch.Tensor,
+    scale: torch.Tensor,
+    tolerance: float,
+    *,
+    rounding: torch.Tensor | float = 0.0,
+) -> bool:
+    """Return whether two tensors differ by more than a share of the norm of `scale`.
+
+    NaN and infinity are equal to themselves only.
+    """
+    are_equal = (ours == halves) | (ours.isnan() & halves.isnan())
+    difference = (ours - halves).masked_fill(are_equal, 0.0).norm()
+    most = tolerance * scale.nan_to_num(0.0, 0.0, 0.0).norm() + rounding
+    # The difference may be NaN.
+    return not difference <= most
 
 
 def _factors(weighting: int, counts: Sequence[_Counts]) -> list[float]:

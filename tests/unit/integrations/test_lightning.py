@@ -167,6 +167,8 @@ class Keeps(Module):
 
     def __init__(self, *, only_means=False, **keywords):
         super().__init__(**keywords)
+        self.settings = {}
+        self.settings["itself"] = self.settings
         self.only_means = only_means
         self.outputs, self.num_rows = [], {"train": torch.zeros(1)}
 
@@ -177,7 +179,9 @@ class Keeps(Module):
         loss = cross_entropy(self.layers(inputs), targets)
         self.outputs.append(loss.item())
         self.num_rows["train"] += len(inputs)
-        return {"loss": loss} if self.only_means else {"loss": loss, "inputs": inputs}
+        if self.only_means:
+            return {"loss": loss, "mean": inputs.mean().reshape(1)}
+        return {"loss": loss, "inputs": inputs}
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         if not self.only_means:

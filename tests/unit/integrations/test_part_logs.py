@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torchmetrics import CatMetric, SumMetric
 
-from adaptive_batch.integrations.part_logs import over_parts
+from adaptive_batch.integrations.part_logs import PartLogs, over_parts
 
 NAN = math.nan
 
@@ -33,3 +37,82 @@ def test_numbers_are_reduced_and_the_last_of_other_values_is_kept(values, reduct
 def test_a_value_that_no_part_has_stays_none():
     for reduction in ("mean", "min"):
         assert math.isnan(over_parts([NAN, NAN], [0.25, 0.75], reduction))
+
+
+class Logs(PartLogs):
+    """Logs nothing."""
+
+    def record(self, calls, *arguments, **keywords):
+        pass
+
+    def log_values(self, key, calls, weights):
+        pass
+
+
+def logs_of(holder):
+    return Logs(holder, [holder], skipped=())
+
+
+class Refuses(OrderedDict):
+    """Can be filled but not changed, as ModelOutput of Transformers."""
+
+    def update(self, *arguments, **keywords):
+        raise TypeError
+
+    clear = update
+
+
+def test_attributes_get_their_objects_and_contents_back():
+    total = torch.zeros(2)
+    with torch.inference_mode():
+        of_evaluation = torch.zeros(2)
+    holder = SimpleNamespace(
+        total=total,
+        of_evaluation=of_evaluation,
+        expanded=torch.zeros(1).expand(2),
+        pair=(1, 2),
+        output=Refuses(logits=total),
+        recent=deque([1, 2], maxlen=2),
+        counts=Counter(rows=1),
+        metrics=[SumMetric(), CatMetric()],
+        nested={"train": defaultdict(list, loss=[1.0]), "total": total},
+    )
+    holder.nested["itself"] = holder.nested
+    before = {**vars(holder)}
+    holder.metrics[1].update(1.0)
+    undo = logs_of(holder).snapshot()
+    for _ in range(2):
+        holder.total += 1
+        with torch.inference_mode():
+            of_evaluation.add_(1)
+        holder.pair = [1]
+        holder.recent.append(3)
+        holder.counts["rows"] += 1
+        for metric in holder.metrics:
+            metric(2.0)
+        holder.nested["train"]["loss"].append(2.0)
+        holder.nested["train"]["other"].append(2.0)
+        holder.added = (1,)
+        undo()
+        assert vars(holder).keys() == before.keys()
+        assert all(getattr(holder, name) is value for name, value in before.items())
+        assert holder.nested["total"] is holder.output["logits"] is total
+        assert total.tolist() == of_evaluation.tolist() == [0.0, 0.0]
+        assert [*holder.recent] == [1, 2]
+        assert holder.counts == {"rows": 1}
+        assert holder.metrics[0].sum_value == 0
+        assert holder.metrics[1].compute() == 1.0
+        assert holder.nested["train"] == {"loss": [1.0]}
+        assert holder.nested["itself"] is holder.nested
+
+
+def test_a_snapshot_copies_a_bounded_number_of_entries_of_a_list():
+    entry = {"loss": torch.zeros(2)}
+    holder = SimpleNamespace(outputs=[entry] * 10**5, by_row={row: [entry] for row in range(5000)})
+    num_before = sys.getrefcount(entry)
+    undo = logs_of(holder).snapshot()
+    assert sys.getrefcount(entry) - num_before < 2000
+    holder.outputs.append(entry)
+    holder.outputs[-2] = None
+    undo()
+    assert holder.outputs == [entry] * 10**5

@@ -1,5 +1,7 @@
 """An evaluation that runs out of memory beside its parts."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -7,6 +9,7 @@ from torch import nn
 from adaptive_batch import StepOptions
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import EvaluationParts
+from adaptive_batch.training.evaluation_parts import _differ, _states_differ
 
 
 def evaluation_of(model, join=torch.cat):
@@ -65,3 +68,24 @@ def test_rows_without_labels_leave_the_mean_over_labels(num_unlabelled):
     loss, _, _ = evaluation_of(model).run(batch, forward, snapshot=lambda: lambda: None)
     shifted = model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
     torch.testing.assert_close(loss, nn.functional.cross_entropy(*shifted).detach())
+
+
+@pytest.mark.parametrize(
+    ("ours", "halves", "differ"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], False),
+        ([1.0, 2.0], [1.0, 2.1], True),
+        ([math.nan, 2.0], [math.nan, 2.0], False),
+        ([math.nan, 2.0], [1.0, 2.0], True),
+        ([1.0, 2.0], [math.nan, 2.0], True),
+        ([-math.inf, 2.0], [-math.inf, 2.0], False),
+        ([-math.inf, 2.0], [-math.inf, 2.1], True),
+        ([-math.inf, 2.0], [math.inf, 2.0], True),
+        ([-math.inf, 2.0], [0.0, 2.0], True),
+        ([math.nan], [math.nan, math.nan], True),
+    ],
+)
+def test_results_that_are_not_finite_are_equal_to_themselves_only(ours, halves, differ):
+    ours, halves = torch.tensor(ours), torch.tensor(halves)
+    assert _differ(ours, halves, 1e-3) == differ
+    assert _states_differ(torch.zeros_like(ours), ours, halves, 1e-3) == differ
