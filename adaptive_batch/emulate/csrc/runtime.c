@@ -67,6 +67,11 @@ static size_t shared_per_multiprocessor(void) { /* CUDA C++ programming guide, t
   return model.major == 8 && model.minor == 0 ? 167936 : 102400;
 }
 
+static int threads_per_multiprocessor(void) { /* the same table of the guide */
+  if (model.major == 7 && model.minor == 5) return 1024;
+  return (model.major == 8 && model.minor != 0) || model.major == 12 ? 1536 : 2048;
+}
+
 EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
   memset(of, 0, sizeof *of);
   snprintf(of->name, sizeof of->name, "%s", model.name);
@@ -86,7 +91,7 @@ EXPORT int cudaGetDeviceProperties(device_properties *of, int device) {
   of->maxThreadsDim[2] = 64;
   of->maxGridSize[0] = 2147483647;
   of->maxGridSize[1] = of->maxGridSize[2] = 65535;
-  of->maxThreadsPerMultiProcessor = model.minor == 9 ? 1536 : 2048;
+  of->maxThreadsPerMultiProcessor = threads_per_multiprocessor();
   of->maxBlocksPerMultiProcessor = 32;
   of->memPitch = 2147483647;
   of->totalConstMem = 65536;
