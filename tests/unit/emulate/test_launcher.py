@@ -1,4 +1,5 @@
 import os
+import signal
 import subprocess
 import sys
 
@@ -138,6 +139,8 @@ def test_inexact_parts_are_named():
 )
 def test_ctrl_c_is_not_a_time_limit(script, minutes, result, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "SECONDS_TO_END", 0.2)
+    # A shell may have started these tests in the background, where SIGINT is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["sh", "-c", f"trap '' INT; {script}"]
     assert launcher._run(command, tmp_path, dict(os.environ), minutes) == result
 
