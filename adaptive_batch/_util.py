@@ -86,7 +86,7 @@ def check_state(state: object, names: Iterable[str], *, owner: str) -> None:
 
 
 def check_built_alike(
-    own: Mapping[str, object], saved: Mapping[str, object], *, what: str, sets_batch: str
+    own: Mapping[str, object], saved: Mapping[str, object], *, what: str, sets_batch: str = ""
 ) -> None:
     """Raise SettingError if an object resumes from a state with other constructor arguments.
 
@@ -326,7 +326,7 @@ def around_autocast(around: Callable[[Any], AbstractContextManager[object]]) -> 
 
 
 def nearest(name: str, names: list[str]) -> str:
-    """Return a suggestion for an unknown name: similar names, or up to 100 other names."""
+    """Return a suggestion for an unknown name: similar names, or all of up to 100 names."""
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     if close or len(names) > 100:
         return f"near it: {', '.join(close) or 'none'}"

@@ -24,7 +24,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -93,9 +93,9 @@ def sample(number: int) -> list[Case]:
     while len(cases) < number:
         model, dtype = draw.choice(list(PARAMETERS)), draw.choice(["bf16", "fp32"])
         length = round(math.exp(draw.uniform(math.log(200), math.log(8192))))
-        checkpointing = draw.choice(["", "checkpointing"])
+        checkpointing = draw.choice([False, True])
         loss = "plain" if model == "gemma2_2b" else "chunked"  # it has no chunks of outputs
-        combination = Combination(model, length, "AdamW", loss, checkpointing, dtype, device="cuda")
+        combination = Combination(model, length, False, loss, checkpointing, dtype, device="cuda")
         case = Case(combination, draw.choice(DEVICES), draw.choice((1, 2, "bound")))
         held = COPIES * PARAMETERS[model] * 1e9 * (2 if dtype == "bf16" else 4)
         if held < 0.95 * case.found.total_bytes:
@@ -109,7 +109,7 @@ def compiled_sample(number: int) -> list[Case]:
     """
     models = [model for model in PARAMETERS if model != "phi4_14b"]
     # Recomputed in backward: nothing, each layer, or the operations of a budget.
-    recomputing = 2 * [("", 1.0), ("checkpointing", 1.0)] + [("", 0.5), ("", 0.2)]
+    recomputing = 2 * [(False, 1.0), (True, 1.0)] + [(False, 0.5), (False, 0.2)]
     draw = random.Random(SEED)
     cases = dict[Case, None]()
     while len(cases) < number:
@@ -119,7 +119,7 @@ def compiled_sample(number: int) -> list[Case]:
         combination = Combination(
             model,
             draw.choice(LENGTHS_OF_COMPILED),
-            "AdamW",
+            fused=False,
             # Gemma's has no chunks of outputs.
             loss="plain" if model == "gemma2_2b" else draw.choice(["chunked", "chunked", "plain"]),
             checkpointing=checkpointing,
@@ -246,9 +246,7 @@ def measure_compiled(case: Case, runs: StackRuns) -> dict[str, Any]:
 
 def recounted(old: Mapping[str, Any]) -> dict[str, Any]:
     """Estimate the rows of a recorded case again, and compare with the recorded bytes."""
-    names = [field.name for field in fields(Combination)]
-    combination = Combination(**{name: old["combination"][name] for name in names})
-    case = Case(combination, old["device"], "bound")
+    case = Case(Combination(**old["combination"]), old["device"], "bound")
     entry = {}
     with Estimated(case).opened() as estimated:
         for name in CONFS.keys() & old.keys():

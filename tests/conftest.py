@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import re
+import signal
 
 import pytest
 
@@ -75,6 +76,20 @@ def _the_allocator_is_as_before():
         # The second call makes the allocator's text empty, as if no program had set anything.
         for text in ("expandable_segments:False", ""):
             torch._C._accelerator_setAllocatorSettings(text)
+
+
+@pytest.fixture
+def usual_signal_handlers():
+    """As in a terminal: a shell's background process ignores some of these signals."""
+    before = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    }
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 @pytest.fixture(scope="session")

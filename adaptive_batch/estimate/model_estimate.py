@@ -341,6 +341,8 @@ def _loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
 # Pairs of rows, traced in turn until both sizes run the same operations. Operations of compiled
 # graphs depend less on the sizes with more rows.
 _PAIRS = ((FEW, MORE), (MORE, 4), (8, 9), (16, 17), (32, 33))
+# Most curves of a device that are checked; the last one stays even if it is off.
+_MOST_CHECKS = 4
 # Approximate limit of a batch on the host, since tokens are collated for real.
 _COLLATED_BYTES = 2**29
 _COLLATED_BYTES_PER_TOKEN = 128
@@ -414,14 +416,15 @@ def estimate_length(
         if not is_checked:
             return checked, fit
         # Some buffers do not grow linearly. Then a curve of two sizes near the result replaces it.
-        for is_last_round in (False, False, False, True):
+        for number in range(_MOST_CHECKS):
             # More rows than those of the curve, even if they do not fit.
             rows = max(more[0] + 1, min(fit.max_batch_size, collated_rows))
             trace = step.trace(rows, forward_backward=run)
             expected_bytes = checked.traced_curve.peak_bytes(rows)
             check = CurveCheck(rows, max(trace.live_bytes), expected_bytes)
             checked = replace(checked, check=check)
-            if is_last_round or not check.is_off:
+            is_last_check = number == _MOST_CHECKS - 1
+            if is_last_check or not check.is_off:
                 break
             fewer = step.trace(rows - 1, forward_backward=run)
             if fewer.program != trace.program:
@@ -551,7 +554,7 @@ class ReplayedBounds:
         return Fit(self._length.sequence_length, rows, allocated, reserved, reason)
 
     def peaks(self, rows: int) -> tuple[int, int]:
-        """Return the peaks of allocated and reserved bytes."""
+        """Return the peaks of allocated and reserved bytes, raised by the estimate's margin."""
         if rows not in self._peaks:
             allocator = CachingAllocator(self._settings, self._device_bytes)
             allocator.replay(self._log(rows))

@@ -109,7 +109,7 @@ class Growth(TrainerCallback):
             raise SettingError("resume_from_checkpoint", f"step {state.global_step}", remedy)
         saved = {"lr_scaling": self._lr_scaling, **saved}
         own = {"lr_scaling": self._lr_scaling}
-        check_built_alike(own, saved, what="trainer", sets_batch="")
+        check_built_alike(own, saved, what="trainer")
         self.batches.load_state_dict(saved)
 
     def set_rate(self, optimizer: Optimizer) -> None:

@@ -339,6 +339,6 @@ class AdaptiveRate:
         saved_reference = state["reference"] and ReferenceBatch(**state["reference"])
         own = {"lr_scaling": self._lr_scaling, "reference_batch_size": str(self.reference)}
         saved = {"lr_scaling": state["rule"], "reference_batch_size": str(saved_reference)}
-        check_built_alike(own, saved, what="rate", sets_batch="")
+        check_built_alike(own, saved, what="rate")
         self._training_clock.load_state_dict(state["clock"])
         self._num_set = state["steps"]

@@ -478,8 +478,7 @@ class MicroBatchSizer:
         Raises:
             SettingError: the state is damaged.
         """
-        names = ("tried_length", "num_out_of_memory", "held", "lowered", "good_steps")
-        check_state(state, (*self.conditions(), *names), owner="a step")
+        check_state(state, self.state_dict(), owner="a step")
         if self.max_batch_size is None and state["bound"] is not None:
             self.max_batch_size = state["bound"]
             self.tried_length = state["tried_length"]
@@ -509,8 +508,8 @@ class MicroBatchSizer:
         if state["lowered"]:
             self._lowered = MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]
-        self._failed_tries = state.get("failed_tries", 0)
-        self._total_bytes = state.get("total_bytes", 0)
+        self._failed_tries = state["failed_tries"]
+        self._total_bytes = state["total_bytes"]
 
 
 def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:

@@ -189,7 +189,7 @@ class SplitCheck:
             for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
                 self._check_sample(sample, can_keep_columns=can_keep_columns)
-        self._warn_of_side_effects()
+        self._check_side_effects()
 
     def _choose_parts(self, candidates: _Candidates) -> Iterator[Parts]:
         if not self._knows_first_label:
@@ -230,7 +230,8 @@ class SplitCheck:
         """Return the comparison of a sample with its parts; None if a rank ran out of memory.
 
         Until it is known whether the first label of each row counts, try both ways. Switch only if
-        the other way is clearly better: if it halves the difference.
+        the other way is clearly better: if it halves the difference. If both ways fit with the same
+        gradients of parts, their shares cancel out.
         """
         labels = sample.labels(self._step.labels)
         shares = shares_of([self.count(*each) for each in labels])
@@ -419,7 +420,7 @@ class SplitCheck:
             log.warning("%s: %s", self._step.name, message)
         self._warned.add(kind)
 
-    def _warn_of_side_effects(self) -> None:
+    def _check_side_effects(self) -> None:
         """Log the buffers that a forward pass writes, and the hooks of gradients.
 
         Raises:

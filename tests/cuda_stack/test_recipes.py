@@ -104,7 +104,7 @@ def test_a_loss_of_memory_during_a_run_loses_no_row(setup, kind):
     folder = setup.run_in_process(recipe, *keys).output_dir
     (found,) = records(folder, "bound")
     assert 2 < found["max_batch_size"] < NUM_ROWS
-    assert found["trials"] <= 8
+    assert found["trials"] <= (8 if kind == "full" else 6)  # as measured
     change, *_ = records(folder, "limit")
     assert change["out_of_memory"]
     assert "GPU 0 has a total capacity of" in change["error"]

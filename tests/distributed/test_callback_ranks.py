@@ -136,7 +136,7 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
 
 
 class Validates(Module):
-    """Under DDP, has statistics that differ between ranks, and rank 1 runs out in validation."""
+    """Statistics differ between ranks under DDP; rank 1 runs out of memory in validation."""
 
     def __init__(self, strategy: str, *, fails: bool) -> None:
         super().__init__(None, is_sharded=strategy != "ddp")

@@ -65,7 +65,7 @@ class ByColumn(torch.optim.Optimizer):
 
 
 class Wide(nn.Sequential):
-    """Of two ranks, the second has 8-bit states of the first weight, and both of the second."""
+    """Rank 1 alone has 8-bit states of the first weight; both ranks have them of the second."""
 
     def __init__(self):
         super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))

@@ -76,8 +76,8 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
 
 @pytest.mark.slow
 def test_tensor_parallelism_is_estimated_and_divides_the_weights():
-    alone = planned(Combination("llama3", 64, "AdamW").to_estimate())[0].lengths[0]
-    cfg = Combination("llama3", 64, "AdamW").to_estimate(sequence_lengths=[64], world_size=2)
+    alone = planned(Combination("llama3", 64, fused=False).to_estimate())[0].lengths[0]
+    cfg = Combination("llama3", 64, fused=False).to_estimate(sequence_lengths=[64], world_size=2)
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
     assert divided.check.counted_bytes == divided.check.expected_bytes
     assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
@@ -197,7 +197,7 @@ REFUSED = [
 @pytest.mark.usefixtures("no_network")
 @pytest.mark.parametrize(("key", "model", "keys"), REFUSED, ids=str)
 def test_a_run_that_cannot_be_estimated_is_refused_by_its_key(key, model, keys):
-    cfg = Combination(model, 32, "AdamW").to_estimate()
+    cfg = Combination(model, 32, fused=False).to_estimate()
     with pytest.raises(SettingError) as refused:
         planned(cfg, **keys)
     assert refused.value.key == key

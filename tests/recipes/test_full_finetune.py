@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 from omegaconf import OmegaConf
-from support import components
+from safetensors.torch import load_file
+from support import adapters, components
 from support.cli import NUM_ROWS, OURS, block, records
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
@@ -128,10 +129,28 @@ def test_a_truncated_base_checkpoint_is_named(small):
         small.run_in_process(OURS, f"checkpointer.checkpoint_dir={base}")
 
 
-def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(small, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=11))
+@pytest.mark.parametrize(
+    ("recipe", "keys"),
+    [
+        (OURS, ()),
+        (adapters.OURS, adapters.LORA),
+        (adapters.OURS, (*adapters.LORA, "save_adapter_weights_only=True")),
+    ],
+    ids=["weights", "merged", "adapters"],
+)
+def test_an_epoch_that_the_disk_cannot_hold_is_refused_before_the_first_step(
+    small, monkeypatch, recipe, keys
+):
+    keys = (*keys, "epochs=1", "max_steps_per_epoch=1")
+    epoch = small.run_in_process(recipe, *keys).output_dir / "epoch_0"
+    files = epoch.glob("*.safetensors")
+    saved = sum(tensor.nbytes for path in files for tensor in load_file(path).values())
+    free = SimpleNamespace(free=saved - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
     folder = small.fresh_folder()
-    says = r"^output_dir='.*': an epoch takes [\d.]+ MiB, but only 11 bytes are free"
+    says = r"^output_dir='.*': an epoch takes [\d.]+ [KM]iB, but only [\d.]+ [KM]iB are free"
     with pytest.raises(SettingError, match=says):
-        small.run_in_process(OURS, f"output_dir={folder}")
+        small.run_in_process(recipe, *keys, f"output_dir={folder}")
     assert not records(folder, "step")
+    free.free = saved
+    assert records(small.run_in_process(recipe, *keys), "step")

@@ -9,7 +9,7 @@ import json
 import re
 
 import pytest
-from support.cli import OURS, Finished, records
+from support.cli import OURS, Finished, records, resumes
 from support.stops import asks_at_step
 from support.trajectories import SGD
 
@@ -160,7 +160,7 @@ def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(small):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
     asks = asks_at_step(2)
     first = small.run(OURS, *overrides, *asks, ranks=2, expect=EXIT_STATUS)
-    goes_on = (f"output_dir={first.output_dir}", "resume_from_checkpoint=True")
+    goes_on = resumes(OURS, first.output_dir)
     refused = small.run(OURS, *overrides, *goes_on, ranks=1, expect=1)
     assert "Traceback" not in refused.output
     assert (

@@ -5,7 +5,7 @@ The unit tests test_settings.py and test_checks.py have values that are wrong by
 
 import pytest
 from support.adapters import LORA_MODEL
-from support.cli import OURS
+from support.cli import OURS, records
 
 from adaptive_batch.errors import (
     AdaptiveBatchError,
@@ -278,7 +278,8 @@ def test_an_exit_within_a_run_is_an_error_that_names_the_line(small, recipe, sta
 
 def test_the_limit_of_steps_of_emulate_ends_a_run_with_status_0(small, monkeypatch):
     monkeypatch.setenv("ADAPTIVE_BATCH_EMULATED", "1")
-    small.run_in_process(OURS, *ENDS, "loss.status=0")
+    finished = small.run_in_process(OURS, *ENDS, "loss.status=0")
+    assert not records(finished, "step")
 
 
 def test_ctrl_c_goes_through(small):

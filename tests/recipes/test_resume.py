@@ -430,6 +430,9 @@ def test_a_schedule_whose_file_has_changed_is_refused_and_restarts_an_epoch_of_t
     small, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(tmp_path)
+    # Restored at the end, which removes the module that the recipe imports.
+    monkeypatch.setitem(sys.modules, "rule_of_user", None)
+    del sys.modules["rule_of_user"]
     file = tmp_path / "rule_of_user.py"
     source = "from functools import partial\ndef tokens(n, *at): return n\n"
     file.write_text(source + "rule = partial(tokens, 150)\n")

@@ -33,13 +33,13 @@ class OutOfMemoryMode(TorchDispatchMode):
         super().__init__()
         self.left = left
 
-    def note(self) -> None:
-        """Note that memory runs out now."""
+    def on_out_of_memory(self) -> None:
+        """React to memory that runs out now."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.left -= 1
         if self.left == 0:
-            self.note()
+            self.on_out_of_memory()
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return func(*args, **(kwargs or {}))
 
@@ -77,7 +77,7 @@ class RunsOutAt(OutOfMemoryMode):
 
     @contextmanager
     def _counted(self, attempt: Any) -> Iterator[None]:
-        """Count operations from the begin of an attempt, and from its end."""
+        """Count operations from the beginning of an attempt, and from its end."""
         with attempt:
             self._begin()
             yield
@@ -91,7 +91,7 @@ class RunsOutAt(OutOfMemoryMode):
         with replaced(self, _in_forward=True):
             return run()
 
-    def note(self) -> None:
+    def on_out_of_memory(self) -> None:
         phase = "forward" if self._in_forward else "around them"
         in_backward = torch._C._current_graph_task_id() != -1
         self.failed_in.append("backward" if in_backward else phase)

@@ -124,7 +124,7 @@ class RunsOut(OutOfMemoryMode):
         self.seen.append((phase, self._training.can_be_told))
         return super().__torch_dispatch__(func, types, args, kwargs)
 
-    def note(self) -> None:
+    def on_out_of_memory(self) -> None:
         self.left, self._again = self._again, 0
         self.phases.append(self.seen[-1][0])
         note(phases=self.phases)
@@ -361,7 +361,7 @@ def _notes(ended: Ended) -> list[dict[str, Any]]:
 
 
 def _of_place(log: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the notes of a rank from the begin of a place to that of the next."""
+    """Return the notes of a rank from the beginning of a place to that of the next."""
     begins = [at for at, one in enumerate(log) if "begins" in one]
     return log[slice(*[*begins, len(log)][number : number + 2])] if number < len(begins) else []
 

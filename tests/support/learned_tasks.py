@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from omegaconf import DictConfig
+from support.runners import IGNORED
 from torch import nn
 from torchtune.modules import peft
 from torchtune.rlhf.loss import DPOLoss
@@ -15,8 +16,6 @@ from torchtune.rlhf.loss import DPOLoss
 from adaptive_batch.torchtune import Distillation, PreferencePairs
 from adaptive_batch.torchtune.model import FrozenModel
 from adaptive_batch.training import RowLoss
-
-IGNORED = -100
 
 
 def put_adapters(model: nn.Module, kind: str) -> None:

@@ -63,9 +63,9 @@ class Combination:
 
     model: str  # a key of MODELS
     length: int
-    optimizer: str = "AdamW fused"
+    fused: bool = True  # of AdamW
     loss: str = "plain"  # a key of LOSSES
-    checkpointing: str = ""  # or "checkpointing"
+    checkpointing: bool = False
     dtype: str = "fp32"
     packed: bool = False
     device: str = "cpu"
@@ -77,9 +77,9 @@ class Combination:
         marks = (
             self.model + ", LoRA" * self.adapters,
             str(self.length),
-            self.optimizer,
+            "AdamW" + " fused" * self.fused,
             self.loss,
-            self.checkpointing,
+            "checkpointing" * self.checkpointing,
             "bf16" * (self.dtype == "bf16"),
             "packed" * self.packed,
             "compiled" * self.compiled,
@@ -94,7 +94,7 @@ class Combination:
             module, _, function = model["_component_"].rpartition(".")
             model = {**model, "_component_": f"{module}.lora_{function}", **ADAPTERS}
         optimizer = {"_component_": "torch.optim.AdamW", "lr": 1e-4}
-        if self.optimizer == "AdamW fused":
+        if self.fused:
             optimizer["fused"] = True
         tokenizer = {"path": "nowhere/tokenizer.model", "max_seq_len": None}
         return OmegaConf.create(
@@ -119,7 +119,7 @@ class Combination:
                 "dtype": self.dtype,
                 "compile": self.compiled,
                 "activation_memory_budget": self.budget,
-                "enable_activation_checkpointing": bool(self.checkpointing),
+                "enable_activation_checkpointing": self.checkpointing,
                 "use_maximum_batch_size": True,
                 "probe": {"cache": False, "headroom": 0.0, "round_to_power_of_two": False},
             }

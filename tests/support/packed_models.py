@@ -1,10 +1,10 @@
 """A small model of transformers, its batches, and its loss or that of a model of torchtune."""
 
 import torch
+from support.runners import IGNORED
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM
 
-IGNORED = -100
 VOCABULARY = 97
 
 

@@ -32,14 +32,15 @@ def bits(value: Any) -> Any:
             for part in parts
         ]
     if isinstance(value, np.ndarray):
-        return value.tobytes()
+        return [value.dtype, value.shape, value.tobytes()]
     if is_dataclass(value):
-        return bits(vars(value))
+        return [type(value), bits(vars(value))]
     if isinstance(value, dict):
         return [(type(key), key, bits(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [type(value), *map(bits, value)]
-    return "nan" if value != value else value
+    # The text of a number tells 0.0 from -0.0, and is equal for two NaNs.
+    return [type(value), repr(value) if isinstance(value, float | complex) else value]
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from support.runners import build_runner
+from support.runners import IGNORED, build_runner
 from support.same_state import bits
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -25,7 +25,6 @@ from adaptive_batch.distributed import Sharding
 from adaptive_batch.training import RecipeStep
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
-IGNORED = -100
 Row = dict[str, Any]
 
 

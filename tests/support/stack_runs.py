@@ -140,9 +140,12 @@ class StackRuns:
         }
         key = tuple(variables.values())
         if key not in self._servers:
+            environment = subprocess_environment(**variables)
+            # Estimates are of cuBLAS's default workspace.
+            environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
             self._servers[key] = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "support.stack_runs"],
-                env=subprocess_environment(**variables),
+                env=environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,

@@ -68,7 +68,7 @@ class WaitingToBeAsked(ActingLogger):
 
 
 class FillingDisk(ActingLogger):
-    """A log from one of whose steps until another no file may grow beyond `num_bytes`."""
+    """A log that limits files to `num_bytes` from step `from_step` until step `until_step`."""
 
     def act(self, step):
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -79,7 +79,8 @@ class FillingDisk(ActingLogger):
 
 class TakingMemory(ActingLogger):
     """A log that leaves the process, after a step, only `bytes_left` more of address space than it
-    has. The C library returns freed memory at once, which could be enough for the next steps.
+    has. The C library returns freed memory at once: what it keeps could be enough for further
+    steps.
     """
 
     def __init__(self, log_dir, filename, **options):

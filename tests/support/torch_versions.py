@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def outcome(venv: Path, tests: list[str]) -> tuple[bool, str]:
-    """Return whether tests pass there, and the last line that pytest wrote."""
+    """Return whether tests pass there, the last line that pytest wrote, and the path of its log."""
     options = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
     command = [venv / "bin/python", "-m", "pytest", *options, *tests]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))

@@ -136,7 +136,7 @@ class Training:
         self.models: nn.Module = self.model
         self.learned: Any = None
         if case.adapters or case.task:
-            # Which imports torchtune, for seconds.
+            # Imported here, because torchtune takes seconds to import.
             from support.learned_tasks import LearnedTask, put_adapters
 
             if case.adapters:

@@ -29,6 +29,7 @@ def test_an_existing_file_is_not_overwritten_and_no_folder_is_made(tmp_path, des
     assert mine.read_text() == "batch_size: 3\n"
     with pytest.raises(SettingError, match=f"the folder {tmp_path / 'no'} does not exist"):
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
+    assert list(tmp_path.iterdir()) == [mine]
 
 
 @pytest.mark.parametrize(("name", "near"), [("qwen2_5_0.5B", "qwen2_5_0_5B"), ("zzz", "phi4_14B")])

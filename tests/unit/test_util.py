@@ -131,10 +131,12 @@ def test_attributes_are_restored_even_after_an_error():
 
 
 def test_a_file_that_cannot_be_written_is_named_in_the_error(tmp_path):
+    folder = tmp_path / "folder"
+    folder.mkdir()
     with pytest.raises(IsADirectoryError) as failed:
-        _util.atomic_write(tmp_path, "text for a folder")
-    assert failed.value.filename == str(tmp_path)
-    assert list(tmp_path.parent.glob(f".{tmp_path.name}*")) == []
+        _util.atomic_write(folder, "text for a folder")
+    assert failed.value.filename == str(folder)
+    assert list(tmp_path.iterdir()) == [folder]
 
 
 def test_a_long_value_is_cut_in_the_message() -> None:

@@ -314,7 +314,7 @@ def test_a_missing_file_or_a_changed_byte_anywhere_and_the_next_older_is_taken(
             point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
             assert (point.step, passed_over.path) == (1, tmp_path / "step_2")
             said = passed_over.describe()
-            assert name in said or (damaged and "reads format" in said)
+            assert name in said or (name == "resume.json" and "reads format" in said)
     finally:
         path.write_bytes(whole)
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 2
@@ -325,10 +325,9 @@ def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
     manifest = tmp_path / "step_2" / "resume.json"
     whole = manifest.read_text()
     content = json.loads(whole)
-    for name in ("crc32", content["format"]):
-        manifest.write_text(whole.replace(name, "other"))
-        point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
-        assert (point.step, passed_over.reason[:15]) == (1, "resume.json is ")
+    manifest.write_text(json.dumps({**content, "format": "other", "format_version": 7}))
+    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
+    assert (point.step, passed_over.reason) == (1, "resume.json is truncated or changed")
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
     point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
     assert point.step == 1

@@ -1,4 +1,4 @@
-"""Each row of a step is in one micro-batch, of as few as fit, and ranks have equal work."""
+"""Each row of a step is in one micro-batch. Micro-batches are few, and ranks have equal work."""
 
 import pytest
 import torch

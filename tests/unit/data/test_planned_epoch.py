@@ -108,7 +108,7 @@ def started(order, **values):
 
 @examples(300)
 @given(plans())
-def test_a_constant_rule_plans_as_one_budget_does_and_drops_longer_rows_alone(case):
+def test_a_constant_rule_plans_as_one_budget_does_and_drops_only_longer_rows(case):
     lengths, order, arguments, budget, one = case
     batches, budgets, dropped = by_rule(lengths, lambda _: budget, order, **arguments)
     assert (batches, dropped) == (batches_of(one), one.dropped.tolist())

@@ -59,7 +59,9 @@ class Dying:
 
 
 def names_of(attempt, store, size):
-    """Return each rank's name of an attempt; a rank ends as it calls its method of the store."""
+    """Return each rank's name of an attempt. A rank with a method in ``attempt`` ends when it calls
+    that method of the store.
+    """
 
     def named(rank):
         ends_at = attempt.get(rank)

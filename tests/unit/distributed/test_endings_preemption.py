@@ -13,15 +13,7 @@ from adaptive_batch.distributed import Preemption
 REQUESTS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
 
 
-@pytest.fixture(autouse=True)
-def usual_handlers():
-    """As in a terminal: what runs in the background ignores some of them."""
-    before = {number: signal.getsignal(number) for number in REQUESTS}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = pytest.mark.usefixtures("usual_signal_handlers")
 
 
 @pytest.mark.parametrize("number", REQUESTS, ids=lambda number: number.name)

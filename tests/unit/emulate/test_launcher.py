@@ -1,5 +1,4 @@
 import os
-import signal
 import subprocess
 import sys
 
@@ -137,10 +136,9 @@ def test_inexact_parts_are_named():
         ("exit 3", 1, (3, False)),
     ],
 )
+@pytest.mark.usefixtures("usual_signal_handlers")
 def test_ctrl_c_is_not_a_time_limit(script, minutes, result, tmp_path, monkeypatch):
     monkeypatch.setattr(launcher, "SECONDS_TO_END", 0.2)
-    # A shell may have started these tests in the background, where SIGINT is ignored.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     command = ["sh", "-c", f"trap '' INT; {script}"]
     assert launcher._run(command, tmp_path, dict(os.environ), minutes) == result
 
@@ -194,9 +192,20 @@ def preloaded(request, tmp_path):
     return own, scratch, {**os.environ, **variables, "LD_PRELOAD": str(library)}
 
 
+PRELUDE = """
+def error_of(call, *arguments):
+    '''Return the error number of a call that fails.'''
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+    raise AssertionError(f"{call} did not fail")
+"""
+
+
 def run_program(text, preloaded, *words):
     own, scratch, environment = preloaded
-    command = [sys.executable, "-c", text, str(own), *words]
+    command = [sys.executable, "-c", PRELUDE + text, str(own), *words]
     subprocess.run(command, cwd=scratch, env=environment, check=True)
 
 
@@ -314,17 +323,9 @@ def test_a_renamed_folder_keeps_its_files(preloaded):
 REMOVES = """
 import errno, os, sys
 root = sys.argv[1]
-for path, remove, number in (
-    (f"{root}/.cache", os.unlink, errno.EISDIR),
-    (".cache/deep", os.unlink, errno.EISDIR),
-    (".cache/deep", os.rmdir, errno.ENOTEMPTY),
-):
-    try:
-        remove(path)
-    except OSError as error:
-        assert error.errno == number
-    else:
-        raise AssertionError(path)
+assert error_of(os.unlink, f"{root}/.cache") == errno.EISDIR
+assert error_of(os.unlink, ".cache/deep") == errno.EISDIR
+assert error_of(os.rmdir, ".cache/deep") == errno.ENOTEMPTY
 os.unlink(".cache/deep/x")
 os.rmdir(".cache/deep")
 assert os.listdir(".cache") == ["elsewhere"]
@@ -350,13 +351,8 @@ os.mknod(root / "pipe", 0o10600)
 os.utime(root / "log.txt", (1, 1), follow_symlinks=False)
 os.chmod(".cache/", 0o700)
 file = os.open("log2.txt", os.O_RDONLY)
-for call, argument in ((os.fchmod, 0o600), (os.utime, (1, 1))):
-    try:
-        call(file, argument)
-    except OSError:
-        pass
-    else:
-        raise AssertionError(call)
+assert error_of(os.fchmod, file, 0o600)
+assert error_of(os.utime, file, (1, 1))
 server, client = (socket.socket(socket.AF_UNIX) for _ in range(2))
 os.chdir(root)
 server.bind("socket")
@@ -374,12 +370,7 @@ def test_names_of_new_entries_lead_to_the_mirror(preloaded):
 
 OPENS = """
 import errno, sys
-try:
-    open(sys.argv[2], "w")
-except OSError as error:
-    assert error.errno == errno.ENAMETOOLONG
-else:
-    raise AssertionError
+assert error_of(open, sys.argv[2], "w") == errno.ENAMETOOLONG
 """
 
 
@@ -397,12 +388,8 @@ LINKS = """
 import os
 os.symlink("target", "link")
 for flags in (os.O_CREAT | os.O_EXCL, os.O_NOFOLLOW):
-    try:
-        os.open("link", os.O_WRONLY | flags)
-    except OSError:
-        assert not os.path.lexists("target")
-    else:
-        raise AssertionError(flags)
+    assert error_of(os.open, "link", os.O_WRONLY | flags)
+    assert not os.path.lexists("target")
 open("target", "w").close()
 os.utime("target", (5, 5))
 os.utime("link", (1, 1), follow_symlinks=False)

@@ -50,38 +50,29 @@ def sample(rows=2, length=32):
     }
 
 
-def test_buffers_that_do_not_grow_linearly_need_no_warning():
+def estimate_mlp(*devices, **options):
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
-    estimate = estimate_memory(
+    return estimate_memory(
         model,
         torch.zeros(2, 64, 1024),
         torch.optim.SGD(model.parameters()),
-        "RTX4090",
+        devices,
         mean_loss=lambda batch: model(batch).square().mean(),
+        **options,
     )
-    check = estimate.lengths[0].check
+
+
+def test_buffers_that_do_not_grow_linearly_need_no_warning():
+    check = estimate_mlp("RTX4090").lengths[0].check
     assert check.rows > 1000
     assert not check.is_off
 
 
 def test_a_small_device_has_the_same_estimate_beside_a_large_one():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(1024, 4096), nn.GELU(), nn.Linear(4096, 1024))
-
-    def estimate(*devices):
-        return estimate_memory(
-            model,
-            torch.zeros(2, 64, 1024),
-            torch.optim.SGD(model.parameters()),
-            devices,
-            mean_loss=lambda batch: model(batch).square().mean(),
-            maximum=100_000,
-        )
-
-    alone = estimate("1GiB").devices[0]
+    alone = estimate_mlp("1GiB", maximum=100_000).devices[0]
     assert alone.lengths[0].max_batch_size == 64
-    assert estimate("1GiB", "80GiB").devices[0] == alone
+    assert estimate_mlp("1GiB", "80GiB", maximum=100_000).devices[0] == alone
 
 
 def test_a_meta_model_is_estimated_and_stays_on_meta():

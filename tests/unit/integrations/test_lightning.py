@@ -163,7 +163,7 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
 
 
 class Keeps(Module):
-    """Returns and keeps numbers of a batch; rows of class 0 have no label."""
+    """Returns and keeps numbers of a batch."""
 
     def __init__(self, *, only_means=False, **keywords):
         super().__init__(**keywords)
@@ -189,6 +189,8 @@ class Keeps(Module):
 
 
 def kept(module, folder, adaptive, *, without_labels=False):
+    """Train one epoch; with `without_labels`, rows of class 0 have no label."""
+
     def collate(pairs):
         inputs, targets = map(torch.stack, zip(*pairs, strict=True))
         mask = torch.arange(8) <= targets[:, None] + inputs[:, :1].abs()

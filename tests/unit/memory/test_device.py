@@ -156,9 +156,6 @@ def test_another_size_is_refused(value):
         parse_size(value, total_bytes=1000)
 
 
-# Counting.
-
-
 def resident(training):
     yield from (*training.model.parameters(), *training.model.buffers())
     yield from (p.grad for p in training.model.parameters() if p.grad is not None)
@@ -213,8 +210,6 @@ def test_an_allocation_above_the_budget_raises():
         assert training.phase == phase
         assert "over the budget of 0.500 GiB" in str(error)
 
-
-# An accelerator with a fake allocator.
 
 DEVICE = torch.device("cuda", 0)
 
@@ -306,9 +301,6 @@ def test_the_budget_is_what_is_available_of_the_request_without_headroom(
 ):
     given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}
     assert budget_bytes(device_memory, **given) == budget
-
-
-# --- expandable segments
 
 
 @pytest.fixture(autouse=True)

@@ -70,6 +70,54 @@ searches = st.one_of(
 )
 
 
+BLOCK = 20 * 1024**2  # segment of an accelerator's allocator
+
+
+def in_blocks(peak: Peak, *, held_share: float | None = None) -> Callable[[int], Trial]:
+    """A device whose allocator reserves blocks; at an OOM it holds a share of the budget."""
+    held_bytes = None if held_share is None else int(held_share * BUDGET)
+
+    def answer(rows: int) -> Trial:
+        if peak(rows) <= BUDGET:
+            return Trial(rows, True, ceil(peak(rows) / BLOCK) * BLOCK)
+        return Trial(rows, False, held_bytes=held_bytes)
+
+    return answer
+
+
+def of_blocks(fixed: float) -> Predictive:
+    resident = int(fixed * BUDGET)
+    options = {"resident_bytes": resident, "granularity_bytes": BLOCK}
+    return Predictive(budget_bytes=BUDGET, maximum=4096, **options)
+
+
+@given(st.integers(1, 4000), st.sampled_from(FIXED_SHARES))
+@examples(100)
+def test_an_allocator_that_reserves_blocks_costs_trials_but_no_rows(
+    true_maximum: int, fixed: float
+) -> None:
+    search = of_blocks(fixed)
+    trials = run(search, in_blocks(power(true_maximum, fixed, 1)), at_most=15)
+    assert out_of_memory(trials) <= 1
+    assert true_maximum >= search.best >= min(true_maximum - 1, 0.95 * true_maximum)
+
+
+@pytest.mark.parametrize("held_share", [0.5, 0.9])
+def test_an_oom_below_the_budget_shows_no_smaller_device_if_the_allocator_reserves_blocks(
+    held_share: float,
+) -> None:
+    def peak(rows: int) -> float:
+        jump = 0.4 * BUDGET if rows > 500 else 0
+        return power(700, 0.1, 1)(rows) + jump
+
+    without, search = of_blocks(0.1), of_blocks(0.1)
+    expected = run(without, in_blocks(peak))
+    trials = run(search, in_blocks(peak, held_share=held_share))
+    sizes = [trial.batch_size for trial in trials]
+    assert not all(trial.fits for trial in trials)
+    assert sizes == [trial.batch_size for trial in expected]
+
+
 @given(searches, st.data())
 def test_any_search_ends_and_tries_each_size_once_within_its_range(
     search_and_maximum: tuple[Search, int], data: st.DataObject

@@ -47,7 +47,7 @@ PROBE = {"format": 1, "fingerprint": "0", **SEARCH.record(), "earlier": []}
 
 
 class Records:
-    """The lines of a made-up ``run.jsonl`` whose clock goes half a second with each of them."""
+    """Lines of a made-up ``run.jsonl``, half a second apart."""
 
     def __init__(self):
         self.lines = []
@@ -227,7 +227,7 @@ def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
         panels = {panel.title for panel in run_panels(RunData.from_entries(run.entries))}
         num_steps = sum(entry.kind == "step" for entry in run.entries)
         assert ("Loss" in panels) == bool(num_steps)
-    assert re.search("[12] of them torn", write_report(tmp_path)[0].read_text())
+    assert ", 2 of them torn" in write_report(tmp_path)[0].read_text()
 
 
 @pytest.mark.parametrize(

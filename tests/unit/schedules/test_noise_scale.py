@@ -150,20 +150,20 @@ def samples_of(kind: str, syncs_every_micro_batch: bool) -> list[list[float]]:
     """The numbers of the first samples."""
     # The first micro-batch of each rank: 8 rows over all.
     limit = MicroBatchLimit(8 // distributed.world_size())
-    how = {"noise_scale": 12.0, "seed": 3, "syncs_every_micro_batch": syncs_every_micro_batch}
-    problem = TokenMeans(limit, kind, **how)
+    options = {"noise_scale": 12.0, "seed": 3, "syncs_every_micro_batch": syncs_every_micro_batch}
+    problem = TokenMeans(limit, kind, **options)
     samples = [problem.sample(32) for _ in range(5)]
     return [[float(value) for value in vars(sample).values()] for sample in samples]
 
 
-def everything() -> dict[tuple[str, bool], list[list[float]]]:
+def samples_of_all_cases() -> dict[tuple[str, bool], list[list[float]]]:
     cases = itertools.product(("padded", "packed"), (True, False))
     return {case: samples_of(*case) for case in cases}
 
 
 def test_two_ranks_sample_the_noise_of_one_device():
-    alone = everything()
-    for found in run_on_ranks(everything, 2):
+    alone = samples_of_all_cases()
+    for found in run_on_ranks(samples_of_all_cases, 2):
         for case, samples in found.items():
             for sample, expected in zip(samples, alone[case], strict=True):
                 assert sample == pytest.approx(expected, rel=1e-6), case

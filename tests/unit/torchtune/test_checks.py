@@ -9,11 +9,13 @@ import torch
 from omegaconf import OmegaConf
 from support.model_families import Combination
 
-from adaptive_batch.errors import SettingError
+from adaptive_batch import distributed
+from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.torchtune import Job, NextTokens, Settings, use_shipped_config
 from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel
 from adaptive_batch.torchtune.configuration import plainly
-from adaptive_batch.training import differences
+from adaptive_batch.torchtune.resume import check_fewer_ranks
+from adaptive_batch.training import differences, raise_if_answers_differ
 
 SMALL = Combination("qwen2", 32)
 OTHER_BLOCKS = {
@@ -150,11 +152,11 @@ def test_a_norm_may_be_written_as_torchtune_takes_it():
 @pytest.mark.parametrize(
     "text",
     [
-        *("- 1\n", "a: [1,\n b: }\n", "a: 1\na: 2\n", "a: '${b'\n", "a: [{b:c}]\n"),
+        *("- 1\n", "a: [1,\n b: }\n", "a: 1\na: 2\n", "a: '${b'\n"),
         b"\xff\xfe\x00\x01",
     ],
 )
-def test_a_file_that_is_not_a_block_is_refused(tmp_path, text):
+def test_a_file_that_cannot_be_read_as_a_block_is_refused(tmp_path, text):
     path = tmp_path / "mine.yaml"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(SettingError) as refused:
@@ -204,6 +206,27 @@ def test_one_process_ignores_what_is_for_many():
     assert check_parallel(cfg, world_size=1) == 1
 
 
+def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
+    monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
+    with pytest.raises(GrowthFunctionError, match="f in epoch 1 is 9 on rank 1 but 8 on rank 0"):
+        raise_if_answers_differ({"f in epoch 1": 8})
+
+
 def test_a_difference_between_ranks_is_named_with_both_values():
     mine, first = {"batch_size": "3", "seed": "1"}, {"seed": "1", "batch_size": "4", "epochs": "2"}
     assert list(differences(mine, first)) == [("batch_size", "3", "4"), ("epochs", "nothing", "2")]
+
+
+def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
+    cfg = OmegaConf.to_container(SMALL.config())
+    in_backward = {
+        "optimizer_in_bwd": True,
+        "gradient_accumulation_steps": 1,
+        "clip_grad_norm": None,
+    }
+    job = Job(SMALL.config(), Settings.from_config(cfg | in_backward))
+    job.ranks = 2
+    with pytest.raises(SettingError, match="start 2 or more"):
+        check_fewer_ranks(job)
+    monkeypatch.setattr(distributed, "data_parallel_size", lambda: 4)
+    check_fewer_ranks(job)

@@ -12,7 +12,7 @@ from adaptive_batch.torchtune.configuration import merged
 
 
 def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[LimitFinder, Trainer]:
-    """Prepare searches as the probe recipe does, in a fresh folder; so many ranks began the run."""
+    """Prepare searches in a fresh folder of a run that began on ``began_on`` ranks."""
     given = [f"output_dir={small.fresh_folder()}", "probe.round_to_power_of_two=False", *overrides]
     cfg = merged(OmegaConf.load(small.config), given)
     job = Job(cfg, Settings.from_config(cfg))

@@ -139,4 +139,6 @@ def test_a_base_that_has_gone_is_named_and_the_current_folder_only_if_it_matters
     shutil.rmtree(base)
     with pytest.raises(SettingError, match="the folder does not exist any more") as refused:
         files.load_weights()
+    assert refused.value.key == "checkpointer.checkpoint_dir"
+    assert refused.value.value == block.checkpoint_dir
     assert (f"seen from {tmp_path}" in str(refused.value)) == is_relative

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
@@ -583,9 +584,6 @@ def test_any_split_has_the_gradient_of_the_whole_batch(page, name, seed):
     assert relative_error(taken_gradients(page.model), expected) <= EXACT
 
 
-# --- statistics of the whole batch
-
-
 def in_room_for(most_rows: int, function: Callable[[Part], Any]) -> Callable[[Part], Any]:
     """A function that runs out of memory after it has run more rows."""
 
@@ -704,9 +702,6 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
     assert alive == [[False] * 3]
 
 
-# Threads.
-
-
 def test_other_threads_see_nothing_of_a_step():
     model = nn.Linear(4, 1)
     other = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
@@ -756,10 +751,15 @@ def test_steps_of_two_threads_train_as_alone():
     together: list[torch.Tensor] = []
     dropout = nn.functional.dropout
     threads = [threading.Thread(target=train, args=(seed, together)) for seed in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
     assert nn.functional.dropout is dropout
     assert {tuple(gradient[0].tolist()) for gradient in together} == {
         tuple(gradient[0].tolist()) for gradient in alone

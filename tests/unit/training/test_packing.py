@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.packed_models import IGNORED, VOCABULARY, loss_of, transformers_model
-from support.sharded_model import padded
+from support.sharded_model import collate, padded
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.nn import functional
@@ -184,6 +184,12 @@ def test_attention_of_another_shape_is_refused(shape):
         functional.scaled_dot_product_attention(*[torch.randn(shape)] * 3)
 
 
+def test_keys_of_another_length_are_refused():
+    query, other = torch.randn(1, 3, 5, 8), torch.randn(1, 3, 6, 8)
+    with isolated_rows([2, 3]), pytest.raises(ValueError, match=r"packed rows of 5 tokens"):
+        functional.scaled_dot_product_attention(query, other, other, is_causal=True)
+
+
 HIDES_TOKEN_2 = window(12, 12) & ((torch.arange(12) != 2) | torch.eye(12).bool())
 
 
@@ -195,8 +201,9 @@ HIDES_TOKEN_2 = window(12, 12) & ((torch.arange(12) != 2) | torch.eye(12).bool()
         (block_causal([5, 7]).float(), "adds a bias to the scores"),
         (torch.ones(12, 12).bool(), "lets token 0 of a row see 5 tokens and not all 1 up to"),
         (HIDES_TOKEN_2, "lets token 3 of a row see 3 tokens and not all 4 up to itself"),
+        (torch.ones(12, 13).bool(), r"has a mask of \[12, 13\] for 12 tokens"),
     ],
-    ids=["none", "a window", "a bias", "all", "a token that none sees"],
+    ids=["none", "a window", "a bias", "all", "a token that none sees", "another shape"],
 )
 def test_a_mask_whose_meaning_would_be_lost_is_refused(mask, difference):
     with isolated_rows([5, 7]), pytest.raises(ValueError, match=f"^attention {difference}"):
@@ -216,9 +223,6 @@ def test_dropout_drops_within_rows(given, named):
         weights, weights * torch.block_diag(torch.ones(4, 4), torch.ones(7, 7)).tril()
     )
     assert (weights == 0).sum() > (weights.shape[1] * (121 - 10 - 28)) + 10
-
-
-# --- compiled code
 
 
 PACKS = [[9, 30, 1, 17, 2], [40, 20], [5, 5, 5, 5, 5, 5, 5, 5], [12], [33, 1, 1], [64, 64]]
@@ -279,7 +283,7 @@ def test_rows_beside_each_other_are_not_taken_for_packed_ones_nor_the_reverse():
     model = torchtune_model(llama3_2)
     lengths = [20, 20]
     rows = random_rows(lengths)
-    batch = padded(rows, tokens=0, labels=IGNORED)
+    batch = collate(rows)
     expected = loss_of(model, dict(batch)).detach()
     compile_layers(model)
     for _ in range(2):
@@ -336,9 +340,6 @@ def test_a_mask_that_is_not_causal_is_refused_as_it_is_without_a_compiler():
         pytest.raises(ValueError, match="lets token 0 of a row see 5 tokens"),
     ):
         module(*heads(12))
-
-
-# --- models that are looked at first
 
 
 WIDE = {

@@ -415,9 +415,6 @@ def test_a_scheduler_of_another_optimizer_and_changed_groups_are_refused():
         applied(rate, 1)
 
 
-# --- beta2 and weight decay
-
-
 BOTH = {"beta2": "half_life", "weight_decay": "per_token"}
 
 

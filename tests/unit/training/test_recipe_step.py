@@ -215,9 +215,6 @@ def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, limit, 
     assert gradients(batch, MicroBatchLimit(limit), **settings)[0].noise is None
 
 
-# --- evaluation
-
-
 FOUR = MicroBatchLimit(4)
 
 
@@ -225,7 +222,6 @@ class Validated:
     """A small model with dropout in training mode but for a part of it, and what evaluates it."""
 
     def __init__(self, capacity=FOUR, **settings):
-        torch.manual_seed(0)
         self.model = Decoder(draws=True)
         self.model.layers[0].norm.eval()
         self.shapes_run, self.changes, self.changes_in_training = [], [], []

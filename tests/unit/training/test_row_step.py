@@ -41,7 +41,7 @@ def peak_by_hand(one: SimpleNamespace, size: int) -> int:
     resident = [*one.model.parameters(), *one.model.buffers(), *state]
     with CountedMemory(torch.device("cpu")).measure(resident, budget_bytes=2**60) as usage:
         batch = collate(longest)
-        count = (batch["labels"][:, 1:] != -100).sum()
+        count = (batch["labels"][:, 1:] != IGNORED).sum()
         (token_losses(one.model, batch, "mean") * count).backward()
     one.optimizer.zero_grad()
     return usage.peak_bytes
@@ -155,7 +155,7 @@ def llama(**options: Any) -> SimpleNamespace:
     model = transformers_model().float()
 
     def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return loss_of(model, batch) / (batch["labels"][:, 1:] != -100).sum()
+        return loss_of(model, batch) / (batch["labels"][:, 1:] != IGNORED).sum()
 
     given = {
         "model": model,

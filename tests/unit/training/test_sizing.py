@@ -33,7 +33,7 @@ SAID = (
 
 
 class Squeezed(CountedMemory):
-    """A device that says what it has, if it `says` it."""
+    """A device that reports its memory, unless `says` is False."""
 
     def __init__(self, held: int = RESIDENT, free: int = 32 * ROW, *, says: bool = True) -> None:
         super().__init__(CPU)
@@ -241,7 +241,7 @@ def test_no_policy_tries_again_at_once():
 
 
 def limits_of_steps() -> list[int]:
-    """Return the limit of each step; rank 1 ran out of memory, and waits twice as long to retry."""
+    """Return the limit of each step; rank 1 has the longer ``grow_after``."""
     rank = distributed.rank()
     sizer = MicroBatchSizer(micro_batch_size=32, policy=OOMPolicy(grow_after=2 + 2 * rank))
     sizer.lower({1: ShrinkRequest(32, 4, MicroBatchLimit(16), "no memory")})
@@ -253,5 +253,5 @@ def limits_of_steps() -> list[int]:
     return limits
 
 
-def test_a_limit_shrinks_where_one_rank_has_no_room_and_is_tried_again_where_all_have():
+def test_a_former_limit_is_retried_once_it_is_due_on_all_ranks():
     assert run_on_ranks(limits_of_steps, 2) == [[16] * 4 + [32] * 2] * 2

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.losses import taken_gradients
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, normalize
 
@@ -337,10 +338,21 @@ def masked_tokens(number):
     return {"input_ids": tokens, "labels": labels}
 
 
+def token_model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
+
+
+def assert_trains_as_whole(step, model, loss, batch):
+    loss(model, batch).backward()
+    expected = taken_gradients(model)
+    step(batch)
+    torch.testing.assert_close(taken_gradients(model), expected, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_them(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
+    model = token_model(seed)
 
     def of_tokens(model, batch):
         logits = model(batch["input_ids"]).flatten(0, 1)
@@ -348,20 +360,12 @@ def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_the
 
     step = new_step(model, of_tokens)
     for number in range(6):
-        batch = masked_tokens(100 * seed + number)
-        of_tokens(model, batch).backward()
-        expected = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        step(batch)
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-        model.zero_grad()
+        assert_trains_as_whole(step, model, of_tokens, masked_tokens(100 * seed + number))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of_the_batch(seed):
-    torch.manual_seed(seed)
-    model = nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
+    model = token_model(seed)
 
     def per_label_of_the_batch(model, batch):
         logits = model(batch["input_ids"]).flatten(0, 1)
@@ -380,19 +384,28 @@ def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of
         for row, columns in enumerate([[2, 3, 5], [3], [1, 2, 3, 4], [6]] * 2):
             is_label[row, columns] = number < 3 or row % 2 == 0
         batch = {"input_ids": tokens, "labels": tokens.masked_fill(~is_label, -100)}
-        per_label_of_the_batch(model, batch).backward()
-        expected = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        step(batch)
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-        model.zero_grad()
+        assert_trains_as_whole(step, model, per_label_of_the_batch, batch)
+
+
+def test_a_part_with_only_first_labels_is_named_while_no_check_could_tell(caplog):
+    model = token_model()
+
+    def not_finite(model, batch):
+        return model(batch["input_ids"]).mean() * torch.nan
+
+    batch = masked_tokens(0)
+    new_step(model, not_finite)(batch)
+    assert "rows have no finite gradient" in caplog.text
+    assert "a part is left out" not in caplog.text
+    batch["labels"][:4, 1:] = -100
+    batch["labels"][:4, 0] = 1
+    new_step(model, not_finite)(batch)
+    assert "a part is left out, since its only labels are the first ones" in caplog.text
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_rows_of_one_token_have_no_label_in_a_causal_model(nested):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(9, 16), nn.Tanh(), nn.Linear(16, 9))
+    model = token_model()
 
     def causal(model, batch):
         ids, labels = batch["input_ids"], batch["labels"]
@@ -413,14 +426,7 @@ def test_rows_of_one_token_have_no_label_in_a_causal_model(nested):
 
     step = new_step(model, causal, micro_batch_size=2)
     for lengths in ([9, 8, 7, 6], [5, 9, 4, 7], [9, 9, 1, 1], [3, 4, 1, 1]):
-        batch = batch_of(lengths)
-        causal(model, batch).backward()
-        expected = [parameter.grad.clone() for parameter in model.parameters()]
-        model.zero_grad()
-        step(batch)
-        for parameter, gradient in zip(model.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
-        model.zero_grad()
+        assert_trains_as_whole(step, model, causal, batch_of(lengths))
 
 
 def test_the_first_batch_whose_parts_leave_padding_out_is_checked(caplog):
