@@ -1,4 +1,4 @@
-"""Adapters on the small setup: what a run with them is configured with, and what it saved."""
+"""Adapters on the small setup: overrides of their runs, and the files that these save."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ KINDS = {
 
 
 def make_wide_setup(folder) -> SmallSetup:
-    """A setup whose weights NF4 can divide into its blocks, and FSDP2 those among two ranks."""
+    """Make a setup whose weights divide into NF4 blocks, and those into shards of two ranks."""
     return make_setup(folder, embed_dim=256, intermediate_dim=512)
 
 
 def adapters(finished: Finished, epoch: int) -> dict[str, torch.Tensor]:
-    """The adapters of a saved epoch."""
+    """Read the adapters of a saved epoch."""
     path = finished.output_dir / f"epoch_{epoch}" / "adapter_model.pt"
     found: dict[str, torch.Tensor] = torch.load(path, weights_only=True)
     return found
@@ -37,7 +37,7 @@ def adapters(finished: Finished, epoch: int) -> dict[str, torch.Tensor]:
 def same_epoch(one: Finished, other: Finished, epoch: int) -> bool:
     """Return whether two runs saved the same adapters and the same merged weights, if any.
 
-    PEFT's file is left out: ours has rows in the order that PEFT takes, and torchtune's has not.
+    PEFT's file is not compared: torchtune writes its rows in an order that PEFT does not read.
     """
 
     def merged(run: Finished) -> dict[str, torch.Tensor]:

@@ -1,10 +1,10 @@
-"""The real caching allocator beside the simulated one, in a process of its own on PyTorch's CUDA
-stack without a device.
+"""Compare the simulated caching allocator with the real one, on PyTorch's CUDA stack without a
+device.
 
     python tests/support/allocator_on_stack.py SEED...
 
-`PYTORCH_CUDA_ALLOC_CONF` is the caller's. Makes the same calls of both, and prints a line of JSON
-for each seed: what was counted, and what differs.
+The caller sets `PYTORCH_CUDA_ALLOC_CONF`. Both allocators get the same calls. Each seed prints a
+line of JSON with the reserved bytes and the differences.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
 
 def real_segments() -> list[Any]:
-    """List the segments that PyTorch has reserved, and the blocks of each, by falling address."""
+    """List PyTorch's segments and their blocks by descending address."""
     segments = sorted(
         torch.cuda.memory_snapshot(), key=lambda segment: segment["address"], reverse=True
     )
     return [
         [
-            # An expandable segment reserves more addresses than its device has memory.
+            # Expandable segments have no comparable addresses.
             0 if segment["is_expandable"] else segment["address"] - segments[0]["address"],
             segment["total_size"],
             segment["stream"],
@@ -47,7 +47,7 @@ def real_segments() -> list[Any]:
 
 
 def simulated_segments(allocator: CachingAllocator) -> list[Any]:
-    """List the same of a simulated allocator."""
+    """List the segments of a simulated allocator in the same form."""
     heads = sorted(allocator.segments, key=lambda head: head.address, reverse=True)
     return [
         [
@@ -68,15 +68,15 @@ def simulated_segments(allocator: CachingAllocator) -> list[Any]:
 
 
 def blocks_from(block: Any) -> Iterator[Any]:
-    """Yield a block and those after it in its segment."""
+    """Yield a block and the following blocks of its segment."""
     while block is not None:
         yield block
         block = block.next
 
 
 def difference(allocator: CachingAllocator) -> dict[str, Any]:
-    """Return what differs, by name: the real one's value first; of segments the first
-    that differ.
+    """Return the pairs of real and simulated values that differ, by name; of segments, the first
+    pair.
     """
     stats = torch.cuda.memory_stats()
     pairs: dict[str, tuple[Any, Any]] = {}
@@ -91,7 +91,7 @@ def difference(allocator: CachingAllocator) -> dict[str, Any]:
 
 
 def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
-    """Allocate and free at random until something differs; the mix of sizes is the seed's."""
+    """Allocate and free at random until the allocators differ; the seed chooses the sizes."""
     draw = random.Random(seed)
     gc.collect()
     torch.cuda.empty_cache()
@@ -102,7 +102,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
     held: list[tuple[torch.Tensor, Any]] = []
     largest = draw.choice([18, 21, 23, 25, 27, 29, 30])
     few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]
-    full = draw.uniform(1, 4) * 2**30  # from where on more is freed than allocated
+    full = draw.uniform(1, 4) * 2**30  # above this, frees are more frequent than allocations
     found: dict[str, Any] = {}
     for number in range(1, num_operations + 1):
         if held and draw.random() < (0.35 if allocator.allocated_bytes < full else 0.7):
@@ -114,7 +114,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
             tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
             held.append((tensor, allocator.malloc(size)))
             del tensor
-        # PyTorch 2.13 loses references with each snapshot.
+        # PyTorch 2.13 leaks references with each snapshot, so compare rarely.
         if number % 250 == 0 or number == num_operations:
             found = difference(allocator)
         if found:

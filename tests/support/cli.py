@@ -1,16 +1,15 @@
-"""A real setup that is small, and real runs on it: for tests, and for the benchmarks that compare
-recipes.
+"""A small setup of data, tokenizer, model and configuration, and runs of recipes on it.
 
     setup = make_setup(folder)
-    # The command line, within this process.
+    # Run the command line in this process.
     finished = setup.run_in_process("full_finetune_single_device")
-    # In processes of their own: what they print and how they end, too.
+    # Run it in new processes, with their output and exit status.
     finished = setup.run("adaptive_full_finetune", "batch_size=0", expect=1)
     finished = setup.run("adaptive_full_finetune", "batch_size=2", ranks=2)
-    # The losses as they are in the log: exact.
+    # Read the exact losses of the log.
     finished.losses
 
-The rows are docstrings of the standard library, the tokenizer is trained on them, the model is a
+The rows are docstrings of the standard library. The tokenizer is trained on them. The model is a
 Qwen2 of two layers.
 """
 
@@ -59,7 +58,7 @@ LOG = "log.txt"
 NUM_ROWS = 32
 SOURCES = ("textwrap", "heapq", "bisect", "shlex", "statistics", "fractions")
 MODEL: dict[str, Any] = {
-    "vocab_size": demo.MODEL["vocab_size"],  # what the demo's tokenizer has at most
+    "vocab_size": demo.MODEL["vocab_size"],  # maximum of the demo's tokenizer
     "num_layers": 2,
     "num_heads": 4,
     "num_kv_heads": 2,
@@ -87,7 +86,7 @@ checkpointer:
   output_dir: ${output_dir}
   model_type: QWEN2
 resume_from_checkpoint: False
-# A run that a test cuts short is then left with the state of the epoch before.
+# A run that a test interrupts keeps the state of the previous epoch.
 keep_final_state: False
 dataset:
   _component_: torchtune.datasets.instruct_dataset
@@ -122,24 +121,24 @@ log_peak_memory_stats: False
 """
 
 
-# The override of two datasets, of which each has half of the rows.
+# The override for two datasets with half of the rows each.
 HALVES = "dataset=halves"
 
 
 def block(name: str, component: str, **keys: Any) -> tuple[str, ...]:
-    """The overrides that build a block of the configuration from a component."""
+    """Return the overrides that build a block of the configuration from a component."""
     values = {"_component_": component, **keys}
     return tuple(f"{name}.{key}={value}" for key, value in values.items())
 
 
 def cosine_after(warmup_steps: int) -> tuple[str, ...]:
-    """The overrides of torchtune's cosine schedule after so many steps of warm-up."""
+    """Return the overrides of torchtune's cosine schedule with warm-up."""
     component = "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
     return block("lr_scheduler", component, num_warmup_steps=warmup_steps)
 
 
-# What a run may have besides the defaults, each as the command line gives it. The rows divide into
-# whole accumulations: an unfinished one is where the stock recipe leaks.
+# Overrides of features by name. The rows divide into whole accumulations, since the stock recipe
+# keeps the gradients of an unfinished one.
 FEATURES: dict[str, tuple[str, ...]] = {
     "accumulation": ("gradient_accumulation_steps=2",),
     "activation checkpointing": ("enable_activation_checkpointing=True",),
@@ -161,11 +160,11 @@ FEATURES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Finished:
-    """A run that has ended."""
+    """A finished run."""
 
-    output: str  # printed; empty for a run within this process
+    output: str  # printed text; empty for a run in this process
     output_dir: Path
-    spread: float = 0.0  # seconds from the end of its first process to that of its last
+    spread: float = 0.0  # seconds between the ends of its first and last process
 
     @property
     def losses(self) -> list[str]:
@@ -180,10 +179,10 @@ class Finished:
 
 @dataclass(frozen=True)
 class SmallSetup:
-    """Dataset, tokenizer, base checkpoint and configuration in one folder, and outputs of runs."""
+    """Dataset, tokenizer, base checkpoint, configuration and outputs of runs in one folder."""
 
     folder: Path
-    config: Path  # that the runs start from, with one key of ours
+    config: Path  # base configuration of the runs, with one key of ours
 
     def run(
         self,
@@ -196,18 +195,18 @@ class SmallSetup:
         before: str = "",
         during: Callable[[list[int]], object] = lambda processes: None,
     ) -> Finished:
-        """Run the command line in processes of their own.
+        """Run the command line in new processes.
 
         Args:
-            recipe: its module.
-            overrides: key=value; a run without ``output_dir`` gets a fresh one.
-            config: in place of the setup's.
-            ranks: number of processes, started as torchrun does; None for one without it.
-            expect: exit statuses, or that of all; None where each fails in any way.
-            environment: returns further variables of a rank; pairs of key=value as ``OVERRIDES`` go
-                to that rank alone.
-            before: the dotted path of a function without arguments that each rank calls first.
-            during: called with the process numbers as soon as all run.
+            recipe: module of the recipe.
+            overrides: key=value; a run without ``output_dir`` gets a new one.
+            config: path of another configuration than the setup's.
+            ranks: number of processes with the variables of torchrun; None for one without them.
+            expect: exit status of all processes, or one for each; None if all must fail.
+            environment: returns further variables of a rank; its ``OVERRIDES``, key=value pairs,
+                are overrides of this rank alone.
+            before: dotted path of a function without arguments that each rank calls first.
+            during: function that is called with the process numbers once all processes run.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
         launch = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex} if ranks else {}
@@ -230,8 +229,8 @@ class SmallSetup:
         return Finished(output, output_dir, max(ends) - min(ends))
 
     def run_in_process(self, recipe: str, *overrides: str, config: str | None = None) -> Finished:
-        """The same command line within this process, which saves the import of torch; an error is
-        raised as it is.
+        """Run the same command line in this process, which saves the import of torch. Errors are
+        raised unchanged.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
         with _as_a_process(["tune", *arguments], self._environment()):
@@ -248,7 +247,7 @@ class SmallSetup:
         return self.folder / "base"
 
     def fresh_folder(self) -> Path:
-        """A new, empty folder for a run's output."""
+        """Create an empty folder for the output of a run."""
         (self.folder / "runs").mkdir(exist_ok=True)
         return Path(tempfile.mkdtemp(dir=self.folder / "runs"))
 
@@ -259,7 +258,7 @@ class SmallSetup:
         output_dir = Path(given[-1]) if given else self.fresh_folder()
         own = () if given else (f"output_dir={output_dir}",)
         if HALVES in overrides:
-            # Over a block with a component the command line takes a dotted path alone.
+            # The command line can replace a block with a component only by a dotted path.
             merged = OmegaConf.load(self.config)
             merged.dataset = [
                 {**merged.dataset, "split": f"train[{half}]"}
@@ -288,12 +287,11 @@ def _run_on_rank(recipe: str, arguments: list[str], before: str) -> None:
 
 
 def make_setup(folder: Path, **dimensions: int) -> SmallSetup:
-    """Make dataset, tokenizer, base checkpoint and configuration in a folder; the same bytes each
-    time.
+    """Write dataset, tokenizer, base checkpoint and configuration, always with the same bytes.
 
     Args:
-        folder: that exists, and is empty.
-        dimensions: of the model, in place of those of :data:`MODEL`.
+        folder: existing, empty folder.
+        dimensions: arguments of the model that replace those of :data:`MODEL`.
     """
     arguments = {**MODEL, **dimensions}
     rows = docstrings()
@@ -325,7 +323,7 @@ def write_checkpoint(folder: Path, dimensions: dict[str, Any], *, output_scale: 
 
 
 def checkpointer_of(name: str, folder: Path) -> tuple[str, ...]:
-    """The overrides of a block that reads what :func:`write_checkpoint` wrote."""
+    """Return the overrides of a block that reads the checkpoint of :func:`write_checkpoint`."""
     return block(
         name,
         "torchtune.training.FullModelHFCheckpointer",
@@ -337,7 +335,7 @@ def checkpointer_of(name: str, folder: Path) -> tuple[str, ...]:
 
 
 def docstrings() -> list[dict[str, str]]:
-    """Signatures and docstrings short enough that each row keeps some labels when it is cut."""
+    """Return rows that are short enough to keep labels if they are truncated."""
     rows: list[dict[str, str]] = []
     for name in SOURCES:
         found = demo.docstring_rows(name, inspect.getsource(import_module(name)))
@@ -349,7 +347,7 @@ def docstrings() -> list[dict[str, str]]:
 
 
 def fill(model: nn.Module) -> None:
-    """Random weights, the same each time."""
+    """Fill a model with random weights, always the same."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -358,27 +356,25 @@ def fill(model: nn.Module) -> None:
 
 
 def losses(output_dir: Path, *, name: str = "loss") -> list[str]:
-    """A figure of every step in the log of a run, and of those that were resumed from it,
-    as text.
-    """
+    """Return a figure of each step as text, from the log of a run and of its resumed runs."""
     text = (output_dir / "logs" / LOG).read_text()
     return re.findall(rf"(?:^|\s){name}:(\S+)", text)
 
 
 def records(run: Finished | Path, *kinds: str) -> list[dict[str, Any]]:
-    """The records of these kinds in the log of a run, or of its folder."""
+    """Return the records of some kinds in the log of a run."""
     folder = run.output_dir if isinstance(run, Finished) else run
     every = read_records(folder / "adaptive_batch" / "run.jsonl")
     return [record for record in every if record["kind"] in kinds]
 
 
 def figures(run: Finished | Path, name: str) -> list[Any]:
-    """A figure of each step, from the log of a run."""
+    """Return a figure of each step from the log of a run."""
     return [step[name] for step in records(run, "step")]
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a saved epoch."""
+    """Read the tensors of a saved epoch."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(folder.glob("*.safetensors")):
         tensors |= load_file(path)
@@ -395,9 +391,7 @@ def same_weights(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
 
 
 def interrupted(finished: Finished, setup: SmallSetup) -> Path:
-    """A copy of a run of two epochs as a kill in the second one would have left it, with an empty
-    log.
-    """
+    """Copy a run of two epochs in the state after a kill in the second epoch, with an empty log."""
     folder = setup.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "epoch_1")
@@ -406,7 +400,7 @@ def interrupted(finished: Finished, setup: SmallSetup) -> Path:
 
 
 def resumes(recipe: str, folder: Path) -> tuple[str, ...]:
-    """The overrides by which a recipe goes on in a folder; a stock one, from its first epoch."""
+    """Return the overrides that resume a recipe in a folder; a stock one resumes from epoch 0."""
     keys = (f"output_dir={folder}", "resume_from_checkpoint=True")
     if recipe.startswith("adaptive_"):
         return keys
@@ -416,14 +410,14 @@ def resumes(recipe: str, folder: Path) -> tuple[str, ...]:
 
 
 def resume_run(setup: SmallSetup, folder: Path, *overrides: str, recipe: str = OURS) -> Finished:
-    """Go on with a run in its folder."""
+    """Resume a run in its folder."""
     return setup.run_in_process(recipe, *overrides, *resumes(recipe, folder))
 
 
 @contextmanager
 def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator[None]:
-    """Arguments, environment and threads of a process of its own; what a recipe changes for good is
-    put back.
+    """Context manager: set the arguments, environment and threads of a new process; restore all
+    that a recipe changes.
     """
     log = logging.getLogger("adaptive_batch")
     environ, threads = dict(os.environ), torch.get_num_threads()
@@ -432,7 +426,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
     try:
         with (
             replaced(sys, argv=arguments, path=[*sys.path], excepthook=sys.excepthook),
-            # A handler that an earlier test has left writes to what was stderr then.
+            # A handler of an earlier test writes to the stderr of that test.
             replaced(log, handlers=[], level=log.level, propagate=log.propagate),
             restored_compiler(),
         ):
@@ -441,7 +435,7 @@ def _as_a_process(arguments: list[str], environment: dict[str, str]) -> Iterator
         os.environ.clear()
         os.environ.update(environ)
         torch.set_num_threads(threads)
-        # The allocator keeps the last run's settings, whatever the environment is.
+        # The allocator keeps the settings of the last run.
         if torch.cuda.is_available():
             torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
@@ -453,8 +447,8 @@ _TOKENS_PER_TILE = (_TILE // _PATCH) ** 2
 
 
 class VisionModel(nn.Module):
-    """A small decoder whose logits are scaled by the pictures of each row; takes what the stock
-    configuration gives to 11B's.
+    """A small decoder that scales the logits of each row by its pictures. It ignores the arguments
+    of the stock configuration of the 11B model.
     """
 
     def __init__(self, **_: Any) -> None:
@@ -479,7 +473,7 @@ class VisionModel(nn.Module):
 
 
 def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2Tokenizer:
-    """The setup's tokenizer, built from what the stock configuration gives to the vision
+    """Build the setup's tokenizer from the stock configuration's arguments of the vision
     transform.
     """
     base = Path(path)
@@ -492,8 +486,8 @@ def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2To
 
 
 def pictures(tokenizer: Qwen2Tokenizer, **_: Any) -> list[dict[str, Any]]:
-    """Rows of text, each with a random picture of one or two tiles, as torchtune's vision datasets
-    give them.
+    """Return rows of text with a random picture of one or two tiles each, in the form of
+    torchtune's vision datasets.
     """
     generator = torch.Generator().manual_seed(0)
     rows = []
@@ -515,7 +509,7 @@ def pictures(tokenizer: Qwen2Tokenizer, **_: Any) -> list[dict[str, Any]]:
 
 
 def write_vision_base(folder: Path) -> None:
-    """A base checkpoint of :class:`VisionModel` in torchtune's own format."""
+    """Write a base checkpoint of :class:`VisionModel` in torchtune's format."""
     folder.mkdir(parents=True, exist_ok=True)
     model = VisionModel()
     fill(model)

@@ -1,5 +1,5 @@
-"""Components that tests name by dotted paths: growth functions, valid and invalid, odd datasets,
-and parts of a run that record it or run out of memory.
+"""Components that tests name by dotted paths: valid and invalid growth functions, unusual datasets,
+and models, losses and optimizers that record batches or run out of memory.
 """
 
 import itertools
@@ -33,7 +33,7 @@ def negative_in_second_epoch(epoch, batch_size):
 
 
 def exits(*_, **__):
-    """Any component, or a growth function, that ends the program as if all were done."""
+    """A component or growth function that ends the program with status 0."""
     sys.exit(0)
 
 
@@ -53,7 +53,7 @@ def unbuildable(tokenizer, **_):
 
 
 class Stream(torch.utils.data.IterableDataset):
-    """Rows that come one after the other, without numbers."""
+    """A dataset whose rows have no numbers."""
 
     def __init__(self, tokenizer, **_):
         pass
@@ -63,7 +63,7 @@ class Stream(torch.utils.data.IterableDataset):
 
 
 class Endless:
-    """Rows by number, of which there is no last."""
+    """A dataset without a length."""
 
     def __init__(self, tokenizer, **_):
         pass
@@ -73,7 +73,7 @@ class Endless:
 
 
 class WithOddRow:
-    """Rows of 12 tokens, but for one that training cannot use."""
+    """Rows of 12 tokens, and one row that training cannot use."""
 
     def __init__(self, tokenizer, row, at=5, **_):
         self.row, self.at = row, at
@@ -109,7 +109,7 @@ class WithOddRow:
 
 
 class Augmented:
-    """A dataset that draws a random number for each row that is read, as image transforms do."""
+    """A dataset that draws a random number for each row, as image transforms do."""
 
     def __init__(self, tokenizer, **_):
         pass
@@ -133,8 +133,8 @@ KINDS = {
 
 
 class OfLengths:
-    """Rows of given lengths, some without labels; the first token of each is its number plus 1, so
-    that it is known wherever it turns up.
+    """Rows of given lengths, some without labels. The first token of a row is its number plus 1,
+    which identifies the row in a batch.
     """
 
     unlabelled, kind = (), "list"
@@ -154,7 +154,7 @@ class OfLengths:
 
 
 def leaving_out(rows, padding_idx=0, ignore_idx=-100):
-    """A collate function that leaves out a row of each batch."""
+    """A collate function that drops the last row of each batch."""
     return padded_collate_sft(rows[:-1], padding_idx=padding_idx, ignore_idx=ignore_idx)
 
 
@@ -166,14 +166,14 @@ class Unlabelled(OfLengths):
 
 
 def labelling(rows, padding_idx=0, ignore_idx=-100):
-    """A collate function that makes the labels of rows that have none."""
+    """A collate function that adds labels to rows."""
     rows = [{**row, "labels": [ignore_idx, *row["tokens"][1:]]} for row in rows]
     return padded_collate_sft(rows, padding_idx=padding_idx, ignore_idx=ignore_idx)
 
 
 class OfLengthsNow(OfLengths):
-    """Rows of the lengths that :data:`NOW` or the environment has, as of a file that nobody knows
-    of.
+    """Rows whose lengths are read from :data:`NOW` or the environment each time, like a file whose
+    content changes.
     """
 
     def __init__(self, tokenizer, **_):
@@ -188,19 +188,19 @@ class OfLengthsNow(OfLengths):
 
 
 class WithIds(OfLengths):
-    """Rows with a text and a number beside the tokens."""
+    """Rows with tokens, a text and a number."""
 
     def __getitem__(self, row):
         return {**super().__getitem__(row), "id": f"row {row}", "source": 3}
 
 
-# --- watching a run
+# --- recording a run
 
-NOW = {}  # how long rows are at this moment
+NOW = {}  # current lengths of rows
 
 
 class Seen(NamedTuple):
-    """A batch that went through the model."""
+    """A batch that the model has run."""
 
     rows: list
     length: int
@@ -211,8 +211,8 @@ SEEN = []
 
 
 def watched(*, rows_fit=None, refused=None, **model):
-    """A Qwen2 that writes down what goes through it, and runs out of memory in training beyond
-    `rows_fit` rows: in any micro-batch, or in those with one of the rows `refused` of
+    """Build a Qwen2 that records its batches. In training it runs out of memory with more than
+    `rows_fit` rows: in each micro-batch, or in those with one of the rows `refused` of
     :class:`OfLengths`.
     """
     built = qwen2(**model)
@@ -234,7 +234,7 @@ def out_of_memory(*_):
 
 
 class Watching(DiskLogger):
-    """A log that forgets what went through the model before."""
+    """A logger that clears the recorded batches when it is built."""
 
     def __init__(self, log_dir, filename):
         super().__init__(log_dir, filename)
@@ -242,7 +242,7 @@ class Watching(DiskLogger):
 
 
 class FailingAdamW(torch.optim.AdamW):
-    """An optimizer whose step runs out of memory when it is taken for the given time."""
+    """An optimizer that runs out of memory in its step number `fails_at`, counted from 1."""
 
     def __init__(self, params, fails_at, **rest):
         super().__init__(params, **rest)
@@ -256,17 +256,17 @@ class FailingAdamW(torch.optim.AdamW):
 
 
 def rows_by_rank(epoch, batch_size):
-    """A function that is not the same on all ranks."""
+    """A growth function that differs between ranks."""
     return int(os.environ["RANK"])
 
 
 def batch_by_rank(progress):
-    """A schedule that is not the same on all ranks from step 3 on."""
+    """A schedule that differs between ranks from step 3 on."""
     return 2 + (int(os.environ["RANK"]) if progress.steps >= 3 else 0)
 
 
 class SpoiledLoss(torch.nn.CrossEntropyLoss):
-    """A loss that is NaN in the micro-batches `at`, counted from 1, or has NaN gradients there."""
+    """A loss that is NaN, or has NaN gradients, in the micro-batches `at`, counted from 1."""
 
     def __init__(self, at, gradients_alone=False):
         super().__init__(ignore_index=-100)
@@ -281,8 +281,8 @@ class SpoiledLoss(torch.nn.CrossEntropyLoss):
 
 
 class LossThatEnds(torch.nn.CrossEntropyLoss):
-    """A loss that ends the process in the micro-batch `at`, counted from 1, on one rank or on all:
-    by ``sys.exit`` with a status, or as by Ctrl-C where that is None.
+    """A loss that ends the process in the micro-batch `at`, counted from 1, on one rank or on all.
+    It calls ``sys.exit`` with a status; if the status is None, it raises KeyboardInterrupt.
     """
 
     def __init__(self, status, at=1, rank=None):
@@ -323,14 +323,14 @@ def raises_in_second_epoch(progress):
 
 
 def doubles_every_fourth_step(progress):
-    """Follows the batch of the step before."""
+    """A schedule that depends on the batch of the previous step."""
     if not progress.batch:
         return 4
     return min(16, 2 * progress.batch) if progress.steps % 4 == 0 else progress.batch
 
 
 def doubles_its_tokens(progress):
-    """The same of tokens, with every third step."""
+    """A schedule in tokens that doubles every third step."""
     if not progress.batch:
         return 128
     return min(512, 2 * progress.batch) if progress.steps % 3 == 0 else progress.batch

@@ -1,8 +1,8 @@
-"""torchtune's distillation recipes with those lines corrected that its gradients and logs depend
-on; run as ``tune run support/corrected_distillation.py --config NAME``.
+"""torchtune's distillation recipes with correct gradients and logs; run as ``tune run
+support/corrected_distillation.py --config NAME``.
 
-A part's loss is a mean over its tokens, which the recipes do not multiply by how many these are
-before they divide gradients by the tokens of the step.
+The loss of a micro-batch is a mean over its tokens. The recipes divide gradients by the tokens of
+the step, but do not multiply each loss by the tokens of its micro-batch.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ _BACKWARD = ("current_loss.backward()", "(current_loss * current_num_tokens).bac
 CORRECTIONS = {
     "knowledge_distillation_single_device": (
         _BACKWARD,
-        # On a CPU these are the model's own tensors, into which adapters are merged as it is saved.
+        # On a CPU, these are the model's tensors, and a save would merge adapters into them.
         ("{k: v.cpu() for", "{k: v.cpu().clone() for"),
     ),
     "knowledge_distillation_distributed": (
         _BACKWARD,
-        # The losses of one rank's last part, in place of the means over the step.
+        # The log would have the loss of one rank's last micro-batch, not the mean over the step.
         ("class_loss_to_log = class_loss.item()", "pass"),
         ("kd_loss_to_log = kd_loss.item()", "pass"),
-        # Whole logits of the teacher keep their shape, and the student's do not.
+        # The recipe flattens the student's logits, but not the teacher's.
         (
             "self._kd_loss_fn(logits, teacher_logits, labels)",
             "self._kd_loss_fn(logits, teacher_logits if isinstance(teacher_logits, list)"
@@ -35,10 +35,10 @@ CORRECTIONS = {
 
 
 def corrected(name: str) -> str:
-    """Return the text of a recipe of the installed torchtune, corrected."""
+    """Return the corrected text of a recipe of the installed torchtune."""
     text = (Path(torchtune.__file__).parents[1] / "recipes" / f"{name}.py").read_text()
     for line, correction in CORRECTIONS[name]:
-        assert text.count(line) == 1, f"{name} is another than was corrected: {line}"
+        assert text.count(line) == 1, f"{name} has no line to correct: {line}"
         text = text.replace(line, correction)
     return text
 

@@ -1,4 +1,4 @@
-"""Distillation on the small setup: a student with adapters, and a teacher that is wider."""
+"""Distillation on the small setup: a student with adapters and a wider teacher."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CORRECTED = "support/corrected_distillation.py"
 TEACHER = {**MODEL, "num_layers": 3, "embed_dim": 48, "intermediate_dim": 80}
 METRICS = ("class_loss", "kd_loss")
 KD_LOSS = "torchtune.modules.loss.ForwardKLWithChunkedOutputLoss"
-# Over a block of the setup the command line takes single keys.
+# The command line overrides single keys of a block of the setup.
 FULL = (
     f"kd_loss._component_={KD_LOSS}",
     "kd_ratio=0.3",
@@ -27,17 +27,17 @@ PLAIN = (
 
 
 def write_teacher(setup: SmallSetup) -> tuple[str, ...]:
-    """Write a teacher's checkpoint; return the overrides by which a run reads it."""
+    """Write a teacher's checkpoint; return the overrides that read it."""
     folder = setup.folder / "teacher"
     folder.mkdir(exist_ok=True)
-    # Far from a uniform prediction, so that what it says matters.
+    # With a uniform prediction, the teacher would not matter.
     write_checkpoint(folder, TEACHER, output_scale=8)
     return checkpointer_of("teacher_checkpointer", folder)
 
 
 class ExactForwardKL(nn.Module):
-    """Forward KL divergence without the teacher's entropy, in the dtype of its logits; torchtune's
-    computes in float32.
+    """Forward KL divergence without the teacher's entropy, in the dtype of the logits. torchtune's
+    loss computes in float32.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:
@@ -59,7 +59,7 @@ class MeanOfAllTokens(ExactForwardKL):
 
 
 class SumOfTokens(ExactForwardKL):
-    """The same as a sum, which a split would change."""
+    """A sum over tokens, which a split would change."""
 
     def forward(self, student_logits, teacher_logits, labels):  # type: ignore[no-untyped-def]
         mean = super().forward(student_logits, teacher_logits, labels)

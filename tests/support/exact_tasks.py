@@ -1,5 +1,5 @@
-"""Preference pairs and distillation in float64, and their gradients of all rows at once, written
-out without parts; jobs of torchtune's parts on rows that are given.
+"""DPO and distillation in float64, with gradients of all rows at once in plain torch to compare
+them with.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ LORA = {
 KINDS = ("LoRA", "full")
 EXACT_POLICY = {"_component_": "support.preferences.ExactPolicy"}
 RATIO = 0.3
-# Sums in another order differ by no more, in float64.
+# Maximum difference of float64 sums in different orders.
 EXACT = 1e-12
 
 
 class Wired:
-    """Model, task and runner of a configuration; on several ranks FSDP2 divides the models.
+    """Model, task and step of a configuration; FSDP2 shards the models on several ranks.
 
     Args:
-        cfg: the configuration.
-        rows: its rows.
-        builder: of the model that trains.
-        limit: what a micro-batch holds.
-        reference_limit: what a micro-batch of the reference holds, where it runs apart.
+        cfg: configuration.
+        rows: rows of the dataset.
+        builder: builder of the trained model.
+        limit: limit of a micro-batch.
+        reference_limit: limit of a separate pass of the reference; None without one.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Wired:
         return model
 
     def run(self, rows: Sequence[Any]) -> StepResult:
-        """Leave the gradients of a step of these rows."""
+        """Compute the gradients of a step of some rows."""
         self.model.zero_grad()
         return self.trainer.engine.run(rows, report_of(rows))
 
@@ -99,7 +99,7 @@ class Wired:
 
 
 def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference of two gradients, over the largest number in them."""
+    """Return the largest difference of two gradients relative to their largest entry."""
     assert one.keys() == other.keys() != set()
     largest = max(float(gradient.abs().max()) for gradient in one.values())
     return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
@@ -109,7 +109,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 
 def config_of_pairs(kind: str, **keys: Any) -> DictConfig:
-    """The configuration of a small model whose loss is DPO."""
+    """Return the configuration of a small model with a DPO loss."""
     cfg = Combination("qwen2", 64).config()
     cfg.loss = {"_component_": "torchtune.rlhf.loss.DPOLoss"}
     if kind == "LoRA":
@@ -121,7 +121,7 @@ def config_of_pairs(kind: str, **keys: Any) -> DictConfig:
 
 
 def pair(lengths: tuple[int, int], generator: torch.Generator) -> dict[str, list[int]]:
-    """A pair of answers of these lengths to a prompt of three tokens."""
+    """Return a pair of answers of these lengths to a prompt of three tokens."""
     prompt = torch.randint(1, 60, (3,), generator=generator).tolist()
     row = {}
     for name, length in zip(("chosen", "rejected"), lengths, strict=True):
@@ -132,14 +132,14 @@ def pair(lengths: tuple[int, int], generator: torch.Generator) -> dict[str, list
 
 
 def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Pairs of skewed lengths, of which either answer may be the longer."""
+    """Return pairs of answers of different lengths."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(4, 30, (number, 2), generator=generator).tolist()
     return [pair((chosen, rejected), generator) for chosen, rejected in lengths]
 
 
 def job_on_pairs(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
-    """A job on pairs."""
+    """Return a float64 job on pairs."""
     cfg = config_of_pairs(kind, dtype="fp64", micro_batch_layout=layout)
     builder = builder_of(cfg)
     cfg.model = {**EXACT_POLICY, "adapters": kind == "LoRA"}
@@ -149,7 +149,7 @@ def job_on_pairs(kind: str, rows: Sequence[Any], *, layout: str | None = None, *
 def of_all_pairs_at_once(
     wired: Wired, rows: Sequence[Any]
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradients written as the paper has them (equation 7)."""
+    """Return loss and gradients by equation 7 of the DPO paper."""
     wired.model.zero_grad()
     tokens, labels = padded_collate_dpo(list(rows))
 
@@ -171,7 +171,7 @@ def of_all_pairs_at_once(
 
 
 def config_of_distillation(kind: str, **keys: Any) -> DictConfig:
-    """The configuration of a small student and a teacher of another width."""
+    """Return the configuration of a small student and a teacher of another width."""
     cfg = Combination("qwen2", 64).config()
     cfg.teacher_model = {**cfg.model, "embed_dim": 32}
     cfg.teacher_checkpointer = {"_component_": "torchtune.training.FullModelHFCheckpointer"}
@@ -184,7 +184,9 @@ def config_of_distillation(kind: str, **keys: Any) -> DictConfig:
 
 
 def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Rows of skewed lengths, the first tokens of each without a label, and one without any."""
+    """Return rows of different lengths. The first tokens of each have no label; row 1 has no
+    labels.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for length in torch.randint(5, 40, (number,), generator=generator).tolist():
@@ -196,7 +198,7 @@ def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
 
 
 def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
-    """A job of a student and a wider teacher, exact in float64."""
+    """Return a float64 job of a student and a wider teacher."""
     kd_loss = {"_component_": "support.distillation.ExactForwardKL"}
     keys = {"dtype": "fp64", "kd_loss": kd_loss, "micro_batch_layout": layout}
     cfg = config_of_distillation(kind, **keys)
@@ -209,7 +211,7 @@ def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **h
 def of_all_tokens_at_once(
     wired: Wired, rows: Sequence[Any]
 ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
-    """Cross-entropy, divergence and gradients, row by row without padding."""
+    """Return cross-entropy, divergence and gradients, computed row by row without padding."""
     wired.model.zero_grad()
     sums = torch.zeros(2, dtype=torch.float64)
     count = 0
@@ -224,7 +226,7 @@ def of_all_tokens_at_once(
         sums = sums + (losses * (labels != -100)).sum(1)
         count += int((labels != -100).sum())
     class_loss, kd_loss = sums / count
-    # The runner divides by the tokens in float32, as torchtune does.
+    # The step divides by the tokens in float32, as torchtune does.
     scale = 1 / torch.tensor(count)
     (((1 - RATIO) * sums[0] + RATIO * sums[1]) * scale).backward()
     return class_loss.detach(), kd_loss.detach(), wired.gradients()

@@ -2,10 +2,12 @@
 
 from hypothesis import settings
 
-# That a profile sets by default: see tests/conftest.py.
+# Examples of the default profile; see tests/conftest.py.
 _USUAL = 100
 
 
 def examples(num, **options):
-    """Settings of a property test that draws `num` examples, and ten times as many at night."""
+    """Return settings of a property test with `num` examples; the nightly profile draws 10 times
+    more.
+    """
     return settings(max_examples=num * settings().max_examples // _USUAL, **options)

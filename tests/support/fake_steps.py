@@ -24,7 +24,7 @@ OPTIMIZERS = {
 }
 
 
-# Tables that are looked into, which fake ones cannot be.
+# torchao reads the values of these tables, so fill its cache before tensors are fake.
 for states in (subclass_4bit, subclass_8bit):
     states.get_qmap_signed()
     states.get_qmap_unsigned()
@@ -37,7 +37,7 @@ def Decoder(*, checkpointing=False):
 
 
 def step_arguments(model, device, optimizer="AdamW fused", *, in_backward=False, accumulates=False):
-    """Arguments of a step on a device of fake tensors, or of a dry run without one."""
+    """Return the arguments of a step on fake tensors, or of a dry run if `device` is None."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     make = OPTIMIZERS[optimizer]
     if in_backward:

@@ -6,7 +6,7 @@ import torch
 
 
 class FakeBackend:
-    """Stands for ``torch.cuda`` with an allocator that holds what the test sets."""
+    """A fake of ``torch.cuda`` whose allocator holds the bytes that a test sets."""
 
     def __init__(self, *, total: int, used_by_others: int = 0) -> None:
         self.total, self.used_by_others = total, used_by_others
@@ -14,9 +14,7 @@ class FakeBackend:
         self.fraction, self.fractions = 1.0, [1.0]
 
     def hold(self, allocated: int) -> None:
-        """Allocate up to so many bytes; refuse what passes the fraction, as the caching allocator
-        does.
-        """
+        """Set the allocated bytes; raise an OOM above the fraction, as CUDA's allocator does."""
         if allocated > self.fraction * self.total:
             self.retries += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

@@ -1,6 +1,5 @@
-"""A small training that runs out of memory at a chosen operation, for facts about replays.
-
-Every operation: benchmarks/faults.py.
+"""Train a small model that runs out of memory at a chosen operation, and compare its state with a
+run that does not. benchmarks/faults.py runs all operations.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ PHASES = ("forward", "backward", "around them")
 
 
 class OutOfMemoryMode(TorchDispatchMode):
-    """Out of memory once so many operations have begun; never if `left` is 0."""
+    """Raises an OOM at operation number `left` from now; never if it is 0."""
 
     def __init__(self, left: int = 0) -> None:
         super().__init__()
         self.left = left
 
     def on_out_of_memory(self) -> None:
-        """React to memory that runs out now."""
+        """Record the OOM."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.left -= 1
@@ -45,15 +44,14 @@ class OutOfMemoryMode(TorchDispatchMode):
 
 
 class RunsOutAt(OutOfMemoryMode):
-    """Out of memory at a given operation of the first attempt, of the second, and so on. After an
-    attempt that went well the next operation is waited for too.
+    """Raises an OOM at a given operation of each attempt, or after an attempt that succeeded.
 
     Args:
-        operations: number of the operation in each attempt; 0 for one that does not run out.
+        operations: number of the operation in each attempt; 0 for an attempt without an OOM.
         on_attempt: function that is called before each attempt.
 
     Attributes:
-        failed_in: the phases in which it ran out.
+        failed_in: phases of the OOMs.
     """
 
     def __init__(self, *operations: int, on_attempt: Callable[[], object] = lambda: None) -> None:
@@ -77,7 +75,7 @@ class RunsOutAt(OutOfMemoryMode):
 
     @contextmanager
     def _counted(self, attempt: Any) -> Iterator[None]:
-        """Count operations from the beginning of an attempt, and from its end."""
+        """Count operations from the beginning and from the end of an attempt."""
         with attempt:
             self._begin()
             yield
@@ -99,13 +97,13 @@ class RunsOutAt(OutOfMemoryMode):
 
 @dataclass(frozen=True)
 class Way:
-    """One way of training."""
+    """Configuration of a training."""
 
-    unit: str  # of the limit
+    unit: str  # unit of the limit
     checkpointing: bool
-    nested: bool = False  # it runs out again in the replay
-    adapters: str = ""  # which kind is on a frozen base
-    task: str = ""  # DPO or distillation; else next tokens
+    nested: bool = False  # whether the replay runs out of memory too
+    adapters: str = ""  # kind of adapters; none if empty
+    task: str = ""  # DPO or distillation; next-token prediction if empty
 
     def __str__(self) -> str:
         marks = (
@@ -118,27 +116,26 @@ class Way:
         return ", ".join(filter(None, marks))
 
 
-# Of the rows of a step: two micro-batches of four either way, pairs after a failure in one, single
-# rows after one more.
+# Lengths of the rows of a step. Both limits make two micro-batches of four rows; an OOM halves
+# them.
 LENGTHS = (9, 7, 9, 9, 6, 9, 8, 9)
 LIMITS = {"rows": MicroBatchLimit(4), "tokens": MicroBatchLimit(36, "tokens")}
 
 
 def step_rows(step: int) -> list[dict[str, Any]]:
-    """The rows of a step: other tokens in each."""
+    """Return the rows of a step; each step has other tokens."""
     return make_rows(LENGTHS, seed=step)
 
 
 @dataclass
 class Trained:
-    """The state, rows and figures that a training left.
+    """Result of a training.
 
     Attributes:
-        state: the state bit by bit, the figures of each step, and the rows whose gradients each
-            step kept, sorted.
-        limits: those that each step ran with.
-        changes: of the limit.
-        failed_in: the phases in which it ran out.
+        state: bits of the state, result of each step, and sorted rows of its successful attempt.
+        limits: limit of each step.
+        changes: changes of the limit.
+        failed_in: phases of the OOMs.
     """
 
     state: dict[str, Any] = field(default_factory=dict)
@@ -155,15 +152,14 @@ def train(
     limits: Sequence[MicroBatchLimit] = (),
     steps: int = 3,
 ) -> Trained:
-    """Train from the start.
+    """Train from the initial state.
 
     Args:
-        way: of training.
-        operations: of step `at_step`: where its first attempt runs out, where its second, and so
-            on.
-        at_step: counted from 0.
-        limits: forced on each step.
-        steps: of the optimizer.
+        way: configuration.
+        operations: operation of each attempt of step `at_step` that runs out of memory.
+        at_step: number of the step, from 0.
+        limits: limit to set before each step.
+        steps: number of optimizer steps.
     """
     case = Case("AdamW", checkpointing=way.checkpointing, adapters=way.adapters, task=way.task)
     training = Training(case)
@@ -206,16 +202,15 @@ def train(
 
 @functools.cache
 def undisturbed(way: Way, limits: tuple[MicroBatchLimit, ...]) -> Trained:
-    """Train without running out, with given limits."""
+    """Train without an OOM, with given limits."""
     return train(way, limits=limits, steps=len(limits))
 
 
 def sweep(way: Way, *, every: int = 1) -> Iterator[tuple[str, list[str]]]:
-    """Run out at every operation of a step, or at every so many-th, each time in a training of its
-    own.
+    """Run a new training for each operation of a step, or one in `every`, that runs out of memory.
 
     Yields:
-        The phase in which it first ran out, and the names of what differs from one that never did.
+        Phase of the first OOM, and names of values that differ from a training without an OOM.
     """
     for at_step in (0, 1):
         operation = 1

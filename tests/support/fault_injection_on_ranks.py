@@ -1,5 +1,5 @@
-"""Two ranks in training, one of which, or both, run out of memory at a chosen operation: how each
-place ends. All places: benchmarks/faults_on_ranks.py.
+"""Train on two ranks, let one or both run out of memory at a chosen operation, and return the
+outcome. benchmarks/faults_on_ranks.py runs all places.
 """
 
 from __future__ import annotations
@@ -45,25 +45,25 @@ from adaptive_batch.training import RankReport
 
 RANKS = 2
 START = MicroBatchLimit(2)
-# Of each rank's rows: two micro-batches, single rows after a failure.
+# Lengths of each rank's rows: two micro-batches, or four of one row after an OOM.
 LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))
 PHASES = ("forward", "backward", "between", "collective", "counting", "clipping")
-PATIENCE_SECONDS = 60.0  # at one place without a word, and it counts as hung
+PATIENCE_SECONDS = 60.0  # maximum time of one place; after it the ranks count as hung
 AT_ONCE = 40  # places that one pair of processes runs
 
 
 @dataclass(frozen=True)
 class Place:
-    """Operations at which memory runs out."""
+    """Operations at which ranks run out of memory."""
 
-    operations: tuple[int, int]  # of the step or trial, from 1, for each rank; 0 for never
-    again: int = 0  # so many operations later once more on the same ranks; 0 for once
-    first_step: bool = False  # in the first step ever, not in the second
+    operations: tuple[int, int]  # number of the operation on each rank, from 1; 0 for never
+    again: int = 0  # operations until the same ranks run out again; 0 for never
+    first_step: bool = False  # whether this is in the first step, not in the second
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way of running steps, or the trials of a probe, on the ranks."""
+    """Configuration of the steps or trials on the ranks."""
 
     syncs_every_micro_batch: bool
     trials: bool = False
@@ -77,17 +77,17 @@ class Way:
 
 @dataclass
 class Outcome:
-    """The end of the ranks at one place.
+    """Outcome of the ranks at one place.
 
     Attributes:
-        place: where memory ran out.
-        phases: phase of each rank that ran out.
-        ended: ``replayed`` (or not fitting, of a trial), ``unharmed`` where no rank reached the
-            operation, ``lost`` where a rank raised `RankLostError` and all ended, ``one row too
-            large`` where a replay by single rows ran out again, or ``hung or broken``.
-        differing: names of what differs from ranks that never ran out.
+        place: operations at which memory ran out.
+        phases: phase of each rank that ran out of memory.
+        ended: ``replayed`` (a trial: does not fit); ``unharmed`` if no rank reached the operation;
+            ``lost`` if a rank raised `RankLostError` and all ranks ended; ``one row too large`` if
+            the replay with single rows ran out of memory again; or ``hung or broken``.
+        differing: names of values that differ from ranks without an OOM.
         error: messages of the ranks.
-        seconds: until all processes had ended, of a place that was lost.
+        seconds: seconds until all processes had ended, if the place was lost.
     """
 
     place: Place
@@ -99,16 +99,16 @@ class Outcome:
 
 
 def note(**facts: Any) -> None:
-    """Print facts for the process that started this rank, and outlives it."""
+    """Print facts as JSON for the process that started this rank."""
     print(json.dumps({**facts, "at": time.monotonic()}), flush=True)
 
 
 class RunsOut(OutOfMemoryMode):
-    """Out of memory at the operations of a place; operations of a DTensor's parts are counted.
+    """Raises an OOM at the operations of a place. It counts operations on local tensors.
 
     Attributes:
-        seen: the phase of each operation, and whether the others could be told.
-        phases: in which it ran out.
+        seen: phase of each operation, and whether this rank can notify the other rank there.
+        phases: phases of the OOMs.
     """
 
     def __init__(self, place: Place, training: Training) -> None:
@@ -131,7 +131,7 @@ class RunsOut(OutOfMemoryMode):
 
 
 class _Runner(SmallRunner):
-    """Notes the phase of a step around its micro-batches."""
+    """Records the phase of a step outside of its micro-batches."""
 
     doing = "before"
 
@@ -155,9 +155,7 @@ class _Runner(SmallRunner):
 
 
 class Training:
-    """One rank: a model that draws random numbers, its optimizer, and the step that it begins with,
-    which can be begun again.
-    """
+    """Model, optimizer and steps of one rank, which can return to their initial state."""
 
     def __init__(self, way: Way, *, warm: bool = True) -> None:
         seed_all(distributed.rank())
@@ -179,7 +177,7 @@ class Training:
             on_change=lambda change: self.rows_run.append([]),
         )
         self.sharding = self.engine.sharding
-        self._is_fresh = not warm  # the optimizer has no state yet
+        self._is_fresh = not warm  # whether the optimizer has no state
         if warm:
             self.step(0)
         states = optimizer_state_tensors([self.optimizer])
@@ -189,7 +187,7 @@ class Training:
 
     @property
     def phase(self) -> str:
-        """The phase that runs now."""
+        """Current phase."""
         if self.sharding._is_in_collective:
             return "collective"
         if torch._C._current_graph_task_id() != -1:
@@ -198,13 +196,13 @@ class Training:
 
     @property
     def can_be_told(self) -> bool:
-        """A failure here is expected to be replayed."""
+        """True if this rank can notify the other rank, which repeats the step."""
         return self.sharding.can_finish and (
             self._in_trial if self.way.trials else self.engine.doing == "between"
         )
 
     def restore(self) -> None:
-        """Go back to the state after the constructor."""
+        """Restore the state after the constructor."""
         self._saved.restore()
         if self._is_fresh:
             self.optimizer.state.clear()
@@ -214,7 +212,7 @@ class Training:
         self.engine.sizer.current = START
 
     def step(self, number: int, fault: RunsOut | None = None) -> tuple[Any, ...]:
-        """One step of the optimizer."""
+        """Run an optimizer step; return its result and its rows."""
         self.rows_run = [[]]
         rows = make_rows(LENGTHS[distributed.rank()], seed=10 * number + distributed.rank())
         with fault or nullcontext():
@@ -224,15 +222,15 @@ class Training:
         return bits(result), sorted(self.rows_run[-1])
 
     def two_steps(self, fault: RunsOut | None, limit: MicroBatchLimit = START) -> dict[str, Any]:
-        """From the start: a step that may fail and one more; all that they leave."""
+        """Run two steps from the initial state, the first with a fault; return the final state."""
         self.restore()
         self.engine.sizer.current = limit
         steps = [self.step(1, fault), self.step(2)]
         return {**training_state(self.model, self.optimizer), "steps": steps}
 
     def check_steps(self, fault: RunsOut) -> tuple[bool, list[str]]:
-        """Run two steps with a fault. Return whether one was replayed, and what differs from ranks
-        that had the smaller limit from the start.
+        """Run two steps with a fault. Return whether a step was replayed, and the names of values
+        that differ from a run with the smaller limit.
         """
         found = self.two_steps(fault)
         limit = self.engine.sizer.limit()
@@ -245,18 +243,18 @@ class Training:
 
     @contextmanager
     def trials(self) -> Iterator[Callable[[RunsOut], tuple[bool, list[str]]]]:
-        """Return a function that runs a trial with a fault: whether it did not fit, and which peaks
-        of later trials differ.
+        """Yield a function that runs a trial with a fault. It returns whether the trial did not
+        fit, and the peaks of later trials that differ.
         """
 
         def peak(rows: int) -> int:
-            # A thread of gloo's may hold a buffer a little longer than its collective takes.
+            # A gloo thread may keep a buffer for a moment after its collective.
             return min(trial(rows).peak_bytes or 0 for _ in range(4))
 
         def check(fault: RunsOut) -> tuple[bool, list[str]]:
             with fault:
                 failed = not trial(3).fits
-            # Alone and after a failure alike, to the byte; each rank for itself.
+            # Peaks after a fault equal those before it, to the byte.
             return failed, [f"peak of {rows} rows" for rows in peaks if peak(rows) != peaks[rows]]
 
         before = training_state(self.model, self.optimizer)
@@ -302,10 +300,10 @@ class Training:
 
 
 def run_places(way: Way, places: Sequence[Place]) -> None:
-    """Run each place; a rank that cannot go on ends all, as the recipe has it."""
+    """Run each place. A rank that cannot continue ends all ranks, as in the recipe."""
     watch = Watchdog()
     gc.collect()
-    # A release collects garbage, and what is imported need not be looked through every time.
+    # Each recovery collects garbage; frozen imported objects are not traversed.
     gc.freeze()
     try:
         training = Training(way, warm=not any(place.first_step for place in places))
@@ -313,7 +311,7 @@ def run_places(way: Way, places: Sequence[Place]) -> None:
             for number, place in enumerate(places):
                 note(begins=number)
                 fault = RunsOut(place, training)
-                # A rank that hangs is ended with its stack.
+                # Print the stack of a rank that hangs, and end it.
                 faulthandler.dump_traceback_later(PATIENCE_SECONDS, exit=True)
                 replayed, differing = check(fault)
                 faulthandler.cancel_dump_traceback_later()
@@ -327,12 +325,11 @@ def run_places(way: Way, places: Sequence[Place]) -> None:
 
 
 def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
-    """Run places on two ranks, on two new ones whenever a place has ended them; the watch ends
-    ranks that hang.
+    """Run places on two ranks, and start new ranks after a place that ended them.
 
     Args:
-        way: of running.
-        places: in order.
+        way: configuration of the steps or trials.
+        places: places, in order.
     """
     left = list(places)
     while left:
@@ -348,8 +345,8 @@ def sweep(way: Way, places: Sequence[Place]) -> Iterator[Outcome]:
 
 
 def survey(way: Way) -> list[tuple[str, bool]]:
-    """The phase of each operation of a step or trial of rank zero, and whether a failure there can
-    be told.
+    """Return the phase of each operation of a step or trial on rank 0, and whether rank 0 can
+    notify the other rank there.
     """
     first, _ = run(run_places, way, [Place((0, 0))], ranks=RANKS, joins_group=True)
     (seen,) = (one["seen"] for one in _notes(first) if "seen" in one)
@@ -361,13 +358,13 @@ def _notes(ended: Ended) -> list[dict[str, Any]]:
 
 
 def _of_place(log: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
-    """Return the notes of a rank from the beginning of a place to that of the next."""
+    """Return the facts that a rank printed at one place."""
     begins = [at for at, one in enumerate(log) if "begins" in one]
     return log[slice(*[*begins, len(log)][number : number + 2])] if number < len(begins) else []
 
 
 def _outcomes(places: Sequence[Place], ended: Sequence[Ended], begin: float) -> Iterator[Outcome]:
-    """Yield the outcomes of the places up to that at which the ranks ended."""
+    """Yield the outcome of each place, up to the one that ended the ranks."""
     logs = [_notes(one) for one in ended]
     for number, place in enumerate(places):
         outcome, errors, failed_at, num_done = Outcome(place), [], [], 0
@@ -403,10 +400,10 @@ def _outcomes(places: Sequence[Place], ended: Sequence[Ended], begin: float) -> 
 def chosen(
     seen: Sequence[tuple[str, bool]], *, every: int, lost_of_each_phase: int
 ) -> tuple[list[Place], list[Place]]:
-    """Places of a survey: those expected to be replayed, every so many-th, and some of the others
-    from each phase.
+    """Choose places of a survey: of the operations that can be replayed, one in `every`; of the
+    others, `lost_of_each_phase` in each phase.
 
-    Ranks take turns: the first, the second, both at once, both at places of their own.
+    In turn, the OOM is on rank 0, on rank 1, on both at the same operation, or at different ones.
     """
     told = [n for n, (_, can) in enumerate(seen, 1) if can][::every]
     replayed = []
@@ -424,8 +421,8 @@ def chosen(
 
 
 def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]:
-    """Places whose rank runs out again, so many operations later, most of them while it recovers or
-    stands in.
+    """Return places whose rank runs out of memory again after some operations, most of them during
+    the recovery or dummy collectives.
     """
     of_one_rank = [place for place in replayed if 0 in place.operations]
     middle = of_one_rank[len(of_one_rank) // 2]
@@ -433,6 +430,6 @@ def once_more(replayed: Sequence[Place], *, after: Sequence[int]) -> list[Place]
 
 
 def at_first(replayed: Sequence[Place], number: int) -> list[Place]:
-    """Some places in the first step ever, before the collectives of a micro-batch are known."""
+    """Return places in the first step, before the collectives of a micro-batch are recorded."""
     some = replayed[:: max(1, len(replayed) // number)][:number]
     return [replace(place, first_step=True) for place in some]

@@ -1,8 +1,8 @@
-"""Runs that are killed at random moments and resumed each time, compared with a run that was never
-killed; benchmarks/kills.py runs them.
+"""Kill runs at random moments, resume them, and compare them with a run that was never killed;
+benchmarks/kills.py does this.
 
-The kills are genuine: SIGKILL from another process, aimed at a moment that the run's files show, a
-random time later. The files that a kill leaves show which moment it hit.
+Another process sends SIGKILL a random time after the files of a run show a chosen moment. The files
+after the kill show the actual moment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SMALL_STEPS = ("grow_beyond_maximum=True", "micro_batch_size=3")
 
 @dataclass(frozen=True)
 class Way:
-    """A run that is killed; `write_files` writes a second model and returns its overrides."""
+    """Configuration of a run; `write_files` writes a second model and returns its overrides."""
 
     overrides: tuple[str, ...]
     recipe: str = OURS
@@ -64,7 +64,7 @@ WAYS: dict[str, Way] = {
             "scale_with_batch={beta2: half_life, weight_decay: per_token}",
         )
     ),
-    # Memory runs out in each step that runs one of these rows with more than two others.
+    # A micro-batch of one of these rows and more than two others runs out of memory.
     "out of memory": Way(
         (
             *(*SAVES, *ROWS, *DROPOUT, FOUR_MORE, "grow_beyond_maximum=True"),
@@ -98,7 +98,7 @@ WAYS: dict[str, Way] = {
         distillation.OURS,
         distillation.write_teacher,
     ),
-    # With low-bit states of torchao, whose step is compiled.
+    # The step of torchao's optimizer is compiled.
     "8 bit": Way(
         (
             *("epochs=2", "save_every_n_steps=3", "batch_size=4", "model.attn_dropout=0.2"),
@@ -107,8 +107,7 @@ WAYS: dict[str, Way] = {
         )
     ),
 }
-# Where a kill may hit a run, and how long after the run's files show it the kill comes at most, in
-# seconds.
+# Moments of a kill, and its maximum delay in seconds after the run's files show the moment.
 MOMENTS = {
     "in the probe": 0.5,
     "among steps": 0.05,
@@ -116,9 +115,9 @@ MOMENTS = {
     "after a rename": 0.003,
     "in an epoch's save": 0.02,
     "where the batch grows": 0.006,
-    "elsewhere": 2.5,  # at any moment from the start of the process
+    "elsewhere": 2.5,  # any moment after the start of the process
 }
-# Seconds within which a kill counts as just after a rename; file systems store times to 4 ms.
+# Maximum seconds from a rename to a kill "after a rename"; file systems store times to 4 ms.
 JUST_AFTER = 0.01
 MOST_PER_RUN = 10
 PAUSE = 0.0002
@@ -132,8 +131,8 @@ def signal_ranks(
     count: int = 1,
     number: signal.Signals = signal.SIGKILL,
 ) -> Callable[[list[int]], None]:
-    """Return a function for ``during`` of a run, which sends ranks a signal when the run reaches a
-    key of ``MOMENTS``; ``among steps`` is after `count` steps.
+    """Return a function for ``during`` of a run. It sends ranks a signal at a moment of
+    ``MOMENTS``; ``among steps`` is after `count` steps.
     """
 
     def send(processes: list[int]) -> None:
@@ -150,7 +149,7 @@ def signal_ranks(
 
 @dataclass(frozen=True)
 class Run:
-    """A run in a folder, which is started again and again."""
+    """A run in a folder that is started repeatedly."""
 
     setup: SmallSetup
     recipe: str
@@ -158,7 +157,7 @@ class Run:
     folder: Path
 
     def start(self) -> Any:
-        """Start the run, or resume it where something was saved; return the process."""
+        """Start the run, or resume it from its last save; return the process."""
         saved = any(self.folder.glob("step_*"))
         resumes = ("resume_from_checkpoint=True",) if saved else ()
         keys = (f"output_dir={self.folder}", *self.overrides, *resumes)
@@ -166,21 +165,19 @@ class Run:
         return start(self.setup.run_in_process, self.recipe, *keys, output=output)
 
     def finish(self) -> None:
-        """Run to the end."""
+        """Train to the end."""
         process = self.start()
         process.join()
         self.check(process)
 
     def check(self, process: Any) -> None:
-        """Raise AssertionError with what a failed process printed."""
+        """Raise AssertionError with the output of a failed process."""
         if process.exitcode:
             printed = (self.folder / "printed.txt").read_text()[-5000:]
             raise AssertionError(f"exit status {process.exitcode}:\n{printed}")
 
     def kill(self, aim: str, chance: random.Random, moments: tuple[str, ...]) -> str | None:
-        """Start the run and kill it; return the moment that was hit, None where the run ended
-        first.
-        """
+        """Start the run and kill it; return the actual moment, or None if the run ended before."""
         watch, count = Watchdog(self.folder), chance.randint(1, 6)
         delay, process = chance.uniform(0, MOMENTS[aim]), self.start()
         deadline = None
@@ -201,7 +198,7 @@ class Run:
 
 
 class Watchdog:
-    """Reads a run's files since it was started."""
+    """Reads the files of a run since its start."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -210,7 +207,7 @@ class Watchdog:
         self._before = self._folders()
 
     def is_at(self, moment: str, count: int) -> bool:
-        """Return whether the run has reached the moment, steps for the `count`-th time."""
+        """Return whether the run has reached a moment; moments among steps count `count` steps."""
         kinds = self._kinds()
         match moment:
             case "in the probe":
@@ -229,7 +226,7 @@ class Watchdog:
                 return True
 
     def was_at(self, killed_ns: int, moments: tuple[str, ...]) -> str:
-        """Return the moment at which a run was killed, by the files that it left."""
+        """Return the moment at which a run was killed, from its files."""
         kinds = self._kinds()
         if self._saves_epoch(kinds):
             return "in an epoch's save"
@@ -261,13 +258,13 @@ class Watchdog:
         ]
 
     def _folders(self) -> dict[str, tuple[int, int]]:
-        """Return the identity of each folder of a save, and when it was last changed or renamed."""
+        """Return the inode and the time of the last change or rename of each save's folder."""
         found = {}
         for name in os.listdir(self._folder):
             path = self._folder / name
             if name.startswith((".", "step_", "epoch_")):
                 try:
-                    # Empty while a checkpointer is being built.
+                    # torchtune's checkpointer creates an empty folder.
                     if name != ".saving" or os.listdir(path):
                         found[name] = (path.stat().st_ino, path.stat().st_ctime_ns)
                 except FileNotFoundError:
@@ -288,14 +285,14 @@ class Watchdog:
         return bool(self._before) and "batch_size" in kinds
 
     def _saves_epoch(self, kinds: list[str]) -> bool:
-        """Return whether an epoch is being saved, or is saved and not recorded yet."""
+        """Return whether an epoch is being saved or not recorded yet."""
         new = self._new()
         in_place = sum(name.startswith("epoch_") for name in new)
         return ".saving" in new or in_place > kinds.count("checkpoint")
 
 
 def experiment(setup: SmallSetup, name: str, *, kills: int, seed: int) -> dict[str, Any]:
-    """Kill and resume runs of a way `kills` times, and let each run come to its end."""
+    """Kill and resume runs of a way `kills` times, and train each run to its end."""
     begin = time.perf_counter()
     way, chance = WAYS[name], random.Random(f"{name} {seed}")
     overrides = (*way.overrides, *way.write_files(setup))

@@ -1,4 +1,4 @@
-"""Adapters, preference pairs and distillation of the recipes, on small models of tests."""
+"""The recipes' adapters, DPO and distillation on the tests' small models."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from adaptive_batch.training import RowLoss
 
 
 def put_adapters(model: nn.Module, kind: str) -> None:
-    """Put torchtune's adapters into each linear layer, the base of QLoRA in four bits and without
-    bias, and freeze all else.
+    """Replace each linear layer by torchtune's adapter and freeze all else. QLoRA's base has four
+    bits and no bias.
     """
     make = peft.DoRALinear if kind == "DoRA" else peft.LoRALinear
     options: dict[str, Any] = {"rank": 4, "alpha": 8, "dropout": 0.1, "use_bias": True}
@@ -38,8 +38,8 @@ def put_adapters(model: nn.Module, kind: str) -> None:
 
 
 class LearnedTask:
-    """DPO or distillation, and its models: the one that trains, and a second one that is frozen,
-    or None for the base of adapters.
+    """DPO or distillation with its trained model and a frozen second model. Without a second one,
+    the reference of DPO is the base of the adapters.
     """
 
     def __init__(self, task: str, model: nn.Module, second: nn.Module | None) -> None:
@@ -56,12 +56,12 @@ class LearnedTask:
 
     @property
     def held(self) -> tuple[nn.Module, ...]:
-        """The second model, where there is one."""
+        """The second model, if there is one."""
         second = self._reference.second
         return () if second is None else (second,)
 
     def collate(self, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """One batch of rows of tokens and labels, which are pairs where the task takes them."""
+        """Collate rows of tokens and labels, as pairs for DPO."""
         if self._task.counts_rows:
             rows = [self._pair(row) for row in rows]
         batch: dict[str, Any] = self._task.collate_function(0)(rows)
@@ -78,7 +78,9 @@ class LearnedTask:
         return self._reference.logits(**batch)
 
     def of_rows(self, loss: RowLoss, collate: Callable[[Sequence[Any]], Any]) -> RowLoss:
-        """A loss of rows, whose mean loss is that of this task already, with the rest of it."""
+        """Return a loss with this task's collate function, label count and metrics; its mean loss
+        stays.
+        """
         task = self._task
         return replace(
             loss,
@@ -91,7 +93,7 @@ class LearnedTask:
 
     @staticmethod
     def _pair(row: dict[str, Any]) -> dict[str, Any]:
-        """A row that is chosen, and its tokens in another order, which are rejected."""
+        """Return a pair: a row as the chosen answer, its reversed tokens as the rejected one."""
         return {
             "chosen_input_ids": row["tokens"],
             "chosen_labels": row["labels"],

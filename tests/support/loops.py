@@ -1,4 +1,4 @@
-"""A model, its optimizer and a loop around them, for tests of AdaptiveLoop and of its parts."""
+"""A model, its optimizer and an AdaptiveLoop for tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def training(
     optimizer: Any = torch.optim.AdamW,
     **options: Any,
 ) -> SimpleNamespace:
-    """A model, its optimizer and the loop around them."""
+    """Return a model, its optimizer and a loop."""
     model = model or Decoder()
     seed_all()
     optimizer = optimizer(model.parameters(), lr=RATE)
@@ -45,9 +45,7 @@ def training(
 
 
 def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[SimpleNamespace]:
-    """Train to the end of so many epochs, or until so many steps are done: what each step held and
-    came to.
-    """
+    """Train for `epochs` epochs or until step `until`; return rows, loss and rate of each step."""
     seen: list[SimpleNamespace] = []
     while one.loop.progress.epoch < epochs and one.loop.progress.steps < until:
         epoch = one.loop.progress.epoch
@@ -64,7 +62,7 @@ def train(one: SimpleNamespace, *, epochs: int = 1, until: int = 10**9) -> list[
 
 
 def of_ranks(state: dict[str, Any], ranks: int) -> dict[str, Any]:
-    """The state of a loop as if it had been saved on so many ranks."""
+    """Return the state of a loop as saved on `ranks` ranks."""
     changed = copy.deepcopy(state)
     changed["batches"]["steps"]["ranks"] = ranks
     return changed
@@ -75,7 +73,7 @@ def sizes(seen: list[SimpleNamespace], epoch: int | None = None) -> list[int]:
 
 
 def collate_features(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """A padded batch of rows of input_ids, as collators of Transformers make it."""
+    """Collate rows of input_ids to a padded batch, as Transformers does."""
     ids = [row["input_ids"] for row in features]
     rows = [{"input_ids": row, "attention_mask": [1] * len(row), "labels": row} for row in ids]
     return padded(rows, input_ids=0, attention_mask=0, labels=-100)

@@ -1,5 +1,5 @@
-"""The losses of examples/snippets/losses.py with an attention model in float64, and the same losses
-of a whole batch: row by row, without padding or parts.
+"""The losses of examples/snippets/losses.py on an attention model in float64, and the same losses
+computed row by row, without padding or parts.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Batch = dict[str, torch.Tensor]
 
 
 class Page:
-    """Names that the snippet defines, as attributes; its functions run decoders of different
+    """The names that the snippet defines, as attributes. Its functions run decoders with different
     weights.
     """
 
     def __init__(self, **options: Any) -> None:
         program = ast.parse((ROOT / SNIPPETS).read_text())
-        # Steps on the file's own model run with the file.
+        # Keep definitions only: other statements train the snippet's model.
         program.body = [node for node in program.body if _is_definition(node)]
         self.names: dict[str, Any] = {}
         exec(compile(program, SNIPPETS, "exec"), self.names)
@@ -44,7 +44,7 @@ class Page:
         return self.names[name]
 
     def batch(self, lengths: list[int], *, seed: int = 3) -> Batch:
-        """A batch whose policy has moved since it was sampled."""
+        """Return a batch whose log-probabilities differ from those of the current policy."""
         torch.manual_seed(seed)
         batch = self.make_batch(lengths)
         batch["old_log_probs"] += 0.3 * torch.randn_like(batch["old_log_probs"])
@@ -63,7 +63,7 @@ def _is_definition(node: ast.stmt) -> bool:
 
 
 def rows_of(batch: Batch) -> list[Batch]:
-    """Each row alone; without padding where the batch has a mask."""
+    """Return each row as a batch, without padding if the batch has a mask."""
     rows = []
     for number in range(len(next(iter(batch.values())))):
         row = {key: tensor[number : number + 1] for key, tensor in batch.items()}
@@ -75,7 +75,7 @@ def rows_of(batch: Batch) -> list[Batch]:
 
 
 def token_losses_of(page: Page, batch: Batch) -> list[torch.Tensor]:
-    """The losses of the tokens of each completion."""
+    """Return the token losses of each completion."""
     return [page.token_losses(row)[row["completion_mask"]] for row in rows_of(batch)]
 
 
@@ -106,7 +106,9 @@ def dpo(page: Page, batch: Batch) -> torch.Tensor:
 
 
 def ratio_over_batch(page: Page, batch: Batch) -> torch.Tensor:
-    """Cross-entropy and forward KL of the tokens of completions, weighted by their sums' ratio."""
+    """Return cross-entropy plus forward KL of completion tokens, weighted by the ratio of their
+    sums.
+    """
     entropies, divergences = [], []
     for row in rows_of(batch):
         entropies.append(-page.log_probs(page.model, row["tokens"])[row["completion_mask"]])
@@ -121,11 +123,13 @@ def ratio_over_batch(page: Page, batch: Batch) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """A loss, as a step runs it and of the whole batch."""
+    """A loss of parts, and the same loss of the whole batch."""
 
-    function: str  # name of the page's function for a part
+    function: str  # name of the function for a part
     whole: Callable[[Page, Batch], torch.Tensor]
-    arguments: dict[str, str] = field(default_factory=dict)  # of the step: names of functions
+    arguments: dict[str, str] = field(
+        default_factory=dict
+    )  # names of functions by argument of AdaptiveStep
     makes_pairs: bool = False
 
     def step(self, page: Page, **options: Any) -> AdaptiveStep:
@@ -149,7 +153,7 @@ CASES = {
 def whole_gradients_of(
     page: Page, whole: Callable[[Page, Batch], torch.Tensor], batch: Batch
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of the whole batch in plain torch; none are left."""
+    """Return gradients and loss of the whole batch in plain torch, and clear the gradients."""
     page.model.zero_grad(set_to_none=True)
     loss = whole(page, batch)
     loss.backward()
@@ -157,7 +161,7 @@ def whole_gradients_of(
 
 
 def taken_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients of a model, which has none afterwards."""
+    """Return the gradients of a model and clear them."""
     gradients = {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()

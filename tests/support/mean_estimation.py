@@ -1,6 +1,4 @@
-"""Estimating a mean from tokens whose noise scale is known in closed form, on one device or divided
-over ranks.
-"""
+"""Estimate the mean of tokens with a noise scale in closed form, on one device or on ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small models of several families, and the configurations that train them; no file is read."""
+"""Configurations of small and released models of several families. They read no files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _NARROW = {
 
 
 def _narrow(family: str, **dimensions: Any) -> dict[str, Any]:
-    """The block of a narrow model of a family."""
+    """Return the block of a narrow model of a family."""
     return {"_component_": f"torchtune.models.{family}.{family}", **_NARROW, **dimensions}
 
 
 def _released(family: str, name: str) -> dict[str, Any]:
-    """The block of a model of real size."""
+    """Return the block of a released model."""
     return {"_component_": f"torchtune.models.{family}.{name}"}
 
 
@@ -59,19 +59,19 @@ ADAPTERS = {
 
 @dataclass(frozen=True)
 class Combination:
-    """One way of training."""
+    """Choices of a training configuration."""
 
-    model: str  # a key of MODELS
+    model: str  # key of MODELS
     length: int
-    fused: bool = True  # of AdamW
-    loss: str = "plain"  # a key of LOSSES
+    fused: bool = True  # argument of AdamW
+    loss: str = "plain"  # key of LOSSES
     checkpointing: bool = False
     dtype: str = "fp32"
     packed: bool = False
     device: str = "cpu"
     compiled: bool = False
     adapters: bool = False
-    budget: float = 1.0  # of the activations that compiled parts keep
+    budget: float = 1.0  # activation_memory_budget
 
     def __str__(self) -> str:
         marks = (
@@ -88,7 +88,7 @@ class Combination:
         return ", ".join(filter(None, marks))
 
     def config(self) -> DictConfig:
-        """The configuration."""
+        """Return the configuration."""
         model = MODELS[self.model]
         if self.adapters:
             module, _, function = model["_component_"].rpartition(".")
@@ -126,14 +126,14 @@ class Combination:
         )
 
     def to_estimate(self, **estimate: Any) -> DictConfig:
-        """The configuration, with its length and those keys in its ``estimate`` block."""
+        """Return the configuration with an ``estimate`` block of its length and further keys."""
         cfg = self.config()
         cfg.estimate = {"sequence_lengths": [self.length], "headroom": 0, **estimate}
         return cfg
 
 
 class LooksAtValues(nn.Module):
-    """A model whose forward depends on what is in its tokens, which fake ones do not have."""
+    """A model whose forward reads the values of its tokens, which fake tensors do not have."""
 
     def __init__(self, **dimensions: Any) -> None:
         super().__init__()

@@ -1,6 +1,4 @@
-"""Packed batches in the forms that collators and libraries make, and a model that keeps documents
-apart.
-"""
+"""Packed batches in the formats of several libraries, and a model that attends within documents."""
 
 import torch
 from torch import nn
@@ -10,7 +8,7 @@ VOCABULARY = 23
 
 
 def flat(lengths, seed=0):
-    """Tokens, labels and positions of documents, the first label of each left out."""
+    """Return tokens, labels and positions of documents; the first label of each is ignored."""
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(0, VOCABULARY, (sum(lengths),), generator=generator)
     positions = torch.cat([torch.arange(length) for length in lengths])
@@ -39,13 +37,13 @@ def flattened(lengths):
 
 
 def filled_up(lengths):
-    """Make a batch as Automodel does, with ends of documents filled up to a fixed number."""
+    """Make a batch as Automodel does, with document ends padded to a fixed number."""
     ends = functional.pad(ends_of(lengths), (0, 3), value=-1000)[None]
     return row_of(lengths, cu_seqlens=ends, max_seqlen=torch.tensor(max(lengths)), qkv_format="thd")
 
 
 def of_torchtitan(lengths):
-    """Make a batch as torchtitan does: a label is the next token, and rows have no dimension."""
+    """Make a batch as torchtitan does: labels are shifted, and tensors have no row dimension."""
     tokens, labels, positions = flat(lengths)
     return {"tokens": tokens, "labels": labels.roll(-1), "positions": positions}
 
@@ -69,9 +67,7 @@ FORMS = {
 
 
 def in_rows(make):
-    """Return a function that lays documents in two rows, each made by `make`, the shorter one
-    padded.
-    """
+    """Return a function that makes two padded rows of documents, each with `make`."""
 
     def make_rows(lengths):
         middle = -(-len(lengths) // 2)
@@ -107,7 +103,7 @@ FORMS_IN_ROWS = {
 
 
 def documents_in(batch, num_tokens):
-    """The number of each token's document, from what the batch says of it alone."""
+    """Return the document number of each token, read from the batch."""
     for key, value in batch.items():
         if key.startswith("cu_seq") and len(value) == 2 and value.dim() == 2:
             columns = torch.arange(num_tokens // 2)

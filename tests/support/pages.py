@@ -18,11 +18,11 @@ PAGES = [
 class Block:
     """A fenced block of a page."""
 
-    page: str  # its path
-    line: int  # of the opening fence
+    page: str  # path of the page
+    line: int  # line of the opening fence
     language: str
     text: str
-    is_output: bool = False  # of the block of commands directly before it
+    is_output: bool = False  # whether it is the output of the commands before it
 
     @property
     def name(self):

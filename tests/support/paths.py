@@ -1,4 +1,4 @@
-"""Paths of the checkout, and the environment in which a child finds components of tests."""
+"""Paths of the checkout, and the environment of processes that tests start."""
 
 import os
 from pathlib import Path
@@ -8,8 +8,6 @@ ROOT = TESTS.parent
 
 
 def subprocess_environment(**variables: str) -> dict[str, str]:
-    """This process's variables, with the tests' folder on PYTHONPATH and `variables` in place of
-    what was there.
-    """
+    """Return the environment with the tests' folder on PYTHONPATH, and `variables` set."""
     paths = (str(TESTS), os.environ.get("PYTHONPATH", ""))
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **variables}

@@ -1,4 +1,6 @@
-"""Preference pairs on the small setup: a docstring is chosen, that of another function rejected."""
+"""Preference pairs on the small setup: the chosen answer is a function's docstring, the rejected
+one that of another function.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ OURS = "adaptive_dpo"
 STOCK = "lora_dpo_single_device"
 STOCK_ON_RANKS = "lora_dpo_distributed"
 STOCK_FULL = "full_dpo_distributed"
-# Over a block of the setup the command line takes single keys.
+# The command line overrides single keys of a block of the setup.
 PAIRS = (
     "loss=torchtune.rlhf.loss.DPOLoss",
     "dataset._component_=torchtune.datasets.preference_dataset",
@@ -32,7 +34,7 @@ METRICS = (
 
 
 def write_pairs(setup: SmallSetup) -> tuple[str, ...]:
-    """Write the pairs of the setup's rows; return the overrides by which a run reads them."""
+    """Write pairs of the setup's rows; return the overrides that read them."""
     rows = [json.loads(line) for line in (setup.folder / "train.jsonl").read_text().splitlines()]
     path = setup.folder / "pairs.jsonl"
     with path.open("w", encoding="utf-8") as file:
@@ -50,14 +52,12 @@ def write_pairs(setup: SmallSetup) -> tuple[str, ...]:
 
 
 def reference_of(setup: SmallSetup) -> tuple[str, ...]:
-    """The overrides that give full fine-tuning the setup's base as its reference."""
+    """Return the overrides that make the setup's base the reference of full fine-tuning."""
     return checkpointer_of("ref_checkpointer", setup.base)
 
 
 class ExactPolicy(nn.Module):
-    """A causal model that computes in its own dtype throughout, as torchtune's do not: their norms
-    and logits are float32.
-    """
+    """A causal model that computes in its own dtype. torchtune's norms and logits are float32."""
 
     def __init__(self, *, adapters: bool, vocabulary: int = 64, width: int = 24) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
-"""Start a function or a command line in one process, or on several ranks, and return how it ended.
+"""Run a function or a command line in new processes, and return exit status, output and result.
 
     (ended,) = run(["tune", "run", "adaptive_full_finetune", "--config", "small.yaml"])
     first, second = run(function, argument, ranks=2)
     results = run_on_ranks(function, 2, argument)
     done = run_python("-m", "adaptive_batch", "check", EMULATE_DEVICE="H100")
 
-Processes are forked off a server that has imported torch and torchtune, which saves seconds each.
-:func:`run_python` starts a new interpreter, for variables that are read as Python starts.
+Processes are forked from a server that has imported torch and torchtune, which saves seconds.
+:func:`run_python` starts a new interpreter, for variables that Python reads at its start.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ FORKED.set_forkserver_preload(
         "support.components",
     ]
 )
-# Seconds from the end of a rank with an error to the others' SIGTERM and SIGKILL: torchrun sends
-# the first at once, and here ranks that end by themselves keep their exit status.
+# Seconds from a rank's error to the SIGTERM and SIGKILL of the other ranks. torchrun sends SIGTERM
+# at once; a delay lets other ranks end by themselves, with their own exit status.
 TERMINATE_AFTER, KILL_AFTER = 2.0, 8.0
 
 
 @dataclass
 class Ended:
-    """The end of one process."""
+    """Exit status, output and result of a process."""
 
-    # Negative where a signal ended it; None where it was killed for its timeout.
+    # Negative if a signal ended the process; None if it was killed after the timeout.
     exit_status: int | None = None
-    output: str = ""  # of both its streams
+    output: str = ""  # stdout and stderr
     result: Any = None
-    error: str | None = None  # the traceback
-    seconds: float = 0.0  # from the start of all processes
+    error: str | None = None  # traceback
+    seconds: float = 0.0  # since the start of all processes
 
 
 def run(
@@ -68,19 +68,19 @@ def run(
     terminates: bool = False,
     during: Callable[[list[int]], object] = lambda processes: None,
 ) -> list[Ended]:
-    """Run processes to their end, or kill them.
+    """Run processes until they end or the timeout passes.
 
     Args:
-        target: a module's own function, or the words of a command: ``tune``, ``adaptive-batch`` or
+        target: function of a module, or the words of a command: ``tune``, ``adaptive-batch`` or
             ``python FILE``.
-        arguments: of the function.
-        ranks: number of processes, with the variables that torchrun sets; None for a single one.
+        arguments: arguments of the function.
+        ranks: number of processes with the variables of torchrun; None for one without them.
         environment: returns further variables of a rank.
-        folder: current folder of a command.
-        timeout: seconds until all are killed.
-        joins_group: whether ranks join a process group of gloo first.
-        terminates: whether an error of one rank ends the others soon.
-        during: called with the process numbers as soon as all run.
+        folder: working directory of a command.
+        timeout: seconds until all processes are killed.
+        joins_group: whether ranks join a gloo process group first.
+        terminates: whether an error of one rank soon ends the other ranks.
+        during: function that is called with the process numbers once all processes run.
     """
     function = target if callable(target) else _run_command
     given = arguments if callable(target) else (list(target), folder or Path.cwd())
@@ -97,7 +97,7 @@ def run(
         ended = [Ended() for _ in processes]
         _wait(processes, ended, begin, timeout, terminates)
         for one, output in zip(ended, outputs, strict=True):
-            # A process that was killed at once has not made its file.
+            # A process that was killed early has no file.
             one.output = output.read_text(errors="replace") if output.exists() else ""
             result = output.with_suffix(".pickle")
             if result.exists():
@@ -108,7 +108,7 @@ def run(
 def run_on_ranks(
     function: Callable[..., Any], ranks: int, *arguments: Any, timeout: float = 120.0
 ) -> list[Any]:
-    """Call `function(*arguments)` on each rank with a process group of gloo; return the results."""
+    """Call `function(*arguments)` on each rank of a gloo process group; return the results."""
     ended = run(function, *arguments, ranks=ranks, timeout=timeout, joins_group=True)
     for rank, one in enumerate(ended):
         assert one.exit_status == 0, (
@@ -129,10 +129,10 @@ def run_python(
 
     Args:
         words: arguments of Python.
-        folder: the current one.
-        expect: the exit status; None for any.
-        timeout: seconds until it is killed.
-        variables: of its environment.
+        folder: working directory.
+        expect: exit status; None for any.
+        timeout: seconds until the process is killed.
+        variables: further environment variables.
     """
     done = subprocess.run(
         [sys.executable, *map(str, words)],
@@ -148,18 +148,18 @@ def run_python(
 
 
 def run_torchrun(ranks: int, *words: object, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program on ranks under torchrun, with an emulated NCCL that carries small messages."""
+    """Run a program under torchrun, with an emulated NCCL that transfers small messages."""
     launch = ("-m", "torch.distributed.run", "--nproc_per_node", ranks)
     return run_python(*launch, *words, **{"EMULATE_COPIED_BYTES": "65536", **options})
 
 
 def start(function: Callable[..., Any], *arguments: Any, output: Path) -> Any:
-    """Start a process that calls a module's own function and appends its output to a file."""
+    """Start a process that calls a function of a module and appends its output to a file."""
     return _started(function, arguments, {}, output, False)
 
 
 def hosted_store() -> dist.TCPStore:
-    """Return a store that this process hosts, as torchrun does."""
+    """Return a store that this process hosts, as torchrun does for its ranks."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
@@ -190,10 +190,10 @@ def _call(
     output: Path,
     joins_group: bool,
 ) -> None:
-    """Run the function in a child; its exit status is that of a program."""
+    """Run the function in a child process, and exit with the status of a program."""
     for stream in (1, 2):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    # Trials and retries collect garbage, and imported objects need not be traversed each time.
+    # Trials and retries collect garbage; frozen imported objects are not traversed.
     gc.freeze()
     os.environ.update(environment)
     # Two workers of pytest share two cores.
@@ -202,7 +202,7 @@ def _call(
     try:
         if joins_group:
             dist.init_process_group("gloo")
-            # A rank that ends before another has connected to it makes that one fail.
+            # If a rank ends before another rank has connected to it, the other rank fails.
             dist.barrier()
         result = function(*arguments)
     except SystemExit as ended:
@@ -221,14 +221,14 @@ def _call(
         sys.exit(status)
     if dist.is_initialized() and not status:
         dist.destroy_process_group()
-    # A thread of gloo that releases a tensor while Python ends would abort the process.
+    # A gloo thread that frees a tensor during the exit of Python would abort the process.
     os._exit(status)
 
 
 def _wait(
     processes: list[Any], ended: list[Ended], begin: float, timeout: float, terminates: bool
 ) -> None:
-    """Wait until all have ended, and kill those that run for too long."""
+    """Wait until all processes have ended; kill them after the timeout."""
     signals = [(TERMINATE_AFTER, signal.SIGTERM), (KILL_AFTER, signal.SIGKILL)] * terminates
     first_end: float | None = None
     while any(one.exit_status is None for one in ended):
@@ -254,7 +254,7 @@ def _wait(
 
 def _run_command(words: list[str], folder: Path) -> None:
     os.chdir(folder)
-    # The server's way to start processes is not the usual one.
+    # A forked child inherits the start method of the server.
     multiprocessing.set_start_method(None, force=True)
     program, *rest = words
     script = folder / rest[0] if program == "python" else Path(sys.executable).parent / program

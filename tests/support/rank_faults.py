@@ -1,5 +1,5 @@
-"""Functions that each rank of a run calls first, named by dotted paths: each makes
-something fail on that rank.
+"""Functions named by dotted paths that each rank of a run calls first. Each injects an error on
+rank 1.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 
 
 def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
-    """Rank one runs out of memory before the reference, with more than two pairs."""
+    """Let rank 1 run out of memory in the reference with over two pairs, from the fifth call."""
     _fail_on_rank_one(Trainer, "reference_logits", from_call=5, where=are_more_than_two_pairs)
 
 
 def trials_of_more_than_two_pairs_in_the_reference_on_rank_one() -> None:
-    """The same from the start: in a search, too."""
+    """Let rank 1 run out of memory in the reference with more than two pairs, in a search too."""
     _fail_on_rank_one(Trainer, "reference_logits", from_call=1, where=are_more_than_two_pairs)
 
 
@@ -34,17 +34,17 @@ def are_more_than_two_pairs(tokens: torch.Tensor) -> bool:
 
 
 def clipping_on_rank_one() -> None:
-    """Rank one runs out of memory in the clipping of its fifth step."""
+    """Let rank 1 run out of memory as it clips the gradients of its fifth step."""
     _fail_on_rank_one(RecipeStep, "clip", from_call=5)
 
 
 def a_bug_on_rank_one() -> None:
-    """Rank one fails in its third forward, and not for lack of memory."""
+    """Let rank 1 raise a KeyError in its third forward."""
     _fail_on_rank_one(Trainer, "logits", from_call=3, error=KeyError("no such layer"))
 
 
 def no_device_on_rank_one() -> None:
-    """Rank one finds no device, as on a machine with fewer GPUs than ranks."""
+    """Let rank 1 find no device, as on a machine with fewer GPUs than ranks."""
 
     def get_device(device: str | None = None) -> torch.device:
         raise RuntimeError("The local rank is larger than the number of available GPUs.")
@@ -61,7 +61,7 @@ def _fail_on_rank_one(
     where: Callable[..., bool] = lambda *_, **__: True,
     error: Exception = OUT_OF_MEMORY,
 ) -> None:
-    """Raise an error from the N-th call of a method on, if `where` is true of its arguments."""
+    """Raise an error in a method from call `from_call` on, if `where` of its arguments is true."""
     whole, calls = getattr(owner, name), itertools.count(1)
 
     def failing(self: Any, *arguments: Any, **named: Any) -> Any:

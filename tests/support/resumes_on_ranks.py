@@ -1,5 +1,5 @@
-"""Runs that go on with another number of ranks again and again, held against one device that was
-never interrupted.
+"""Runs that resume repeatedly on another number of ranks, compared with an uninterrupted run on one
+device.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from support.trajectories import (
 from adaptive_batch.distributed import EXIT_STATUS
 from adaptive_batch.report import audit
 
-# A number of ranks, and the overrides that ask them to end; none of the last part.
+# Number of ranks, and the overrides that end the run; empty for the last part.
 Part = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
 class Way:
-    """A run, and the parts in which it is trained."""
+    """Configuration of a run, and the parts that train it."""
 
     overrides: tuple[str, ...]
     parts: tuple[Part, ...]
-    # What one device from beginning to end is given besides: its batch where several ranks begin.
+    # Further overrides of the run on one device: the batch size, if several ranks begin.
     alone: tuple[str, ...] = ()
 
 
 def there_and_back(*until: int) -> tuple[Part, ...]:
-    """1, 2, 4, 2 and 1 ranks, asked to end at these steps."""
+    """Return parts on 1, 2, 4, 2 and 1 ranks that end at the given steps."""
     asked = zip((1, 2, 4, 2), map(asks_at_step, until), strict=True)
     return (*asked, (1, ()))
 
@@ -83,7 +83,7 @@ WAYS: dict[str, Way] = {
 
 
 def train_in_parts(setup: SmallSetup, way: Way) -> Path:
-    """Train the parts of a way, each going on from the one before; return their folder."""
+    """Train the parts of a way, each resumed from the previous one; return their folder."""
     keys = (*way.overrides, f"output_dir={setup.fresh_folder()}")
     for ranks, asks in way.parts:
         ends = EXIT_STATUS if asks else 0
@@ -93,7 +93,7 @@ def train_in_parts(setup: SmallSetup, way: Way) -> Path:
 
 
 def train_alone(setup: SmallSetup, way: Way) -> Path:
-    """Train it on one device from beginning to end; return its folder."""
+    """Train a way on one device without interruption; return its folder."""
     return setup.run(OURS, *way.overrides, *way.alone, ranks=1).output_dir
 
 
@@ -101,9 +101,9 @@ def compare(folder: Path, whole: Path) -> dict[str, Any]:
     """Compare a run in parts with the whole run.
 
     Returns:
-        `differing`: what must be the same and is not. `loss`, `validation`: the largest relative
-        difference of any step. `weights`: the norm of the difference of all weights over their
-        norm; `largest`: that of one weight.
+        `differing`: differences of figures that must be equal. `loss`, `validation`: the largest
+        relative difference of any step. `weights`: the norm of the difference of all weights
+        relative to their norm. `largest`: the largest difference of a weight.
     """
     ours, theirs = read_run(folder), read_run(whole)
     relative, largest = weights_apart(ours.weights, theirs.weights)

@@ -1,6 +1,4 @@
-"""A runner of micro-batches around a small model whose rows are mappings with `tokens` and
-`labels`.
-"""
+"""A recipe step on a small model. Its rows are mappings with `tokens` and `labels`."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ IGNORED = -100
 
 
 class HeldSizer(MicroBatchSizer):
-    """A sizer whose limit is as given, whatever the batch size, until it is lowered."""
+    """A sizer with a fixed limit until an OOM lowers it."""
 
     def __init__(
         self,
@@ -46,24 +44,24 @@ class HeldSizer(MicroBatchSizer):
     ) -> None:
         super().__init__(layout=layout, memory=memory, on_change=on_change)
         self._full_limit = current
-        # That of the sizers of other passes; None if they are as configured.
+        # Limit of the sizers of other passes; None for the configured one.
         self.limit_of_others: MicroBatchLimit | None = None
 
     def limit(self, batch_size: int = 0, *, is_lowered: bool = True) -> MicroBatchLimit:
-        """Return the limit of now, or the one that was given last."""
+        """Return the current limit, or the one before OOMs."""
         return (self._lowered if is_lowered else None) or self._full_limit
 
     def for_other_pass(
         self, kind: str, rows: int | str, layout: MicroBatchLayout
     ) -> MicroBatchSizer:
-        """Return a sizer of the limit for others, if there is one."""
+        """Return a sizer with `limit_of_others`, if it is set."""
         if self.limit_of_others is None:
             return super().for_other_pass(kind, rows, layout)
         return HeldSizer(self.limit_of_others, layout=layout, memory=self._memory)
 
     @property
     def current(self) -> MicroBatchLimit:
-        """The limit of now; one that is assigned replaces a lowered one."""
+        """Current limit. An assignment also drops a lowered limit."""
         return self.limit()
 
     @current.setter
@@ -73,14 +71,14 @@ class HeldSizer(MicroBatchSizer):
 
 
 class SmallRunner(RecipeStep):
-    """A runner whose limit does not depend on the batch size."""
+    """A recipe step whose limit does not depend on the batch size."""
 
     sizer: HeldSizer
 
     def run(
         self, rows: Sequence[Any], report: RankReport | None = None, **options: Any
     ) -> StepResult:
-        """Run the rows of a step; where noise can be measured, it is."""
+        """Run the rows of a step; measure noise if the step can."""
         options.setdefault("measures_noise", self._measures_noise)
         return super().run(rows, report or report_of(rows), **options)
 
@@ -91,7 +89,7 @@ class SmallRunner(RecipeStep):
 
 
 def report_of(rows: Sequence[Any]) -> RankReport:
-    """Return what a rank that has these rows of a step says of it."""
+    """Return the report of a rank with these rows of a step."""
     num_rows = sum(distributed.all_gather(len(rows)))
     return RankReport(batch_size=max(1, len(rows)), num_rows=num_rows)
 
@@ -111,7 +109,7 @@ def build_runner(
     kind: type[SmallRunner] = SmallRunner,
     **options: Any,
 ) -> SmallRunner:
-    """Return a runner whose limit is at ``sizer.current``."""
+    """Return a step whose limit is ``sizer.current``."""
 
     def length(row: Any) -> int:
         return len(row["tokens"])

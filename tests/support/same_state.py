@@ -1,4 +1,4 @@
-"""Random numbers from a seed, and comparison of states to the last bit."""
+"""Seeds, and bit-for-bit comparison of states."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def seed_all(seed: int = 0) -> None:
 
 
 def bits(value: Any) -> Any:
-    """Replace each tensor by its kind, dtype, shape and bytes, of this rank's part where it is
-    divided.
+    """Replace each tensor by its type, dtype, shape and bytes; of a DTensor, those of the local
+    shard.
     """
     if isinstance(value, torch.Tensor):
         kind = torch.Tensor if type(value) is nn.Parameter else type(value)
@@ -39,16 +39,16 @@ def bits(value: Any) -> Any:
         return [(type(key), key, bits(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return [type(value), *map(bits, value)]
-    # The text of a number tells 0.0 from -0.0, and is equal for two NaNs.
+    # The repr of 0.0 and -0.0 differs, and that of two NaNs is equal.
     return [type(value), repr(value) if isinstance(value, float | complex) else value]
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Return the names of what differs between two states."""
+    """Return the names of the values that differ between two states."""
     names = sorted(before.keys() | after.keys())
     return [name for name in names if before.get(name, "absent") != after.get(name, "absent")]
 
 
 def assert_same(found: Any, expected: Any) -> None:
-    """The same structure, and tensors of the same bits, shapes and kinds."""
+    """Assert that two states have the same structure and bits."""
     assert bits(found) == bits(expected), "the states differ"

@@ -1,5 +1,5 @@
-"""A small causal transformer that is divided over ranks, its rows, and what comes out for them
-without this project's code.
+"""A small causal transformer that is sharded over ranks, its rows, and their gradients in plain
+torch.
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ Row = dict[str, Any]
 
 
 class Layer(nn.Module):
-    """Attention and a feed-forward network; without the biases whose gradient is zero but for
-    rounding.
-    """
+    """Attention and a feed-forward network. It has no key bias, whose gradient is rounding."""
 
     def __init__(self, *, width: int, dropout: float) -> None:
         super().__init__()
@@ -53,16 +51,16 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Tied embeddings and one frozen layer. Sharded sizes are uneven: 53 words on 2 or 4 ranks.
+    """A decoder with tied embeddings and a frozen layer. Shards of its 53 words are uneven.
 
     Args:
-        draws: draw from every generator, and keep running statistics: a counter that a forward
-            changes in place, and a mean that it replaces.
-        checkpointing: recompute each layer's activations.
-        width: of the residual stream.
+        draws: whether a forward draws from each generator and updates running statistics: a counter
+            in place, and a mean by replacement.
+        checkpointing: whether backward recomputes the activations of each layer.
+        width: width of the residual stream.
         vocabulary: number of words.
         layers: number of layers.
-        dtype: of the parameters.
+        dtype: dtype of the parameters.
     """
 
     seen: torch.Tensor
@@ -88,12 +86,12 @@ class Decoder(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(width, dtype=dtype))
         self.draws, self.checkpointing = draws, checkpointing
-        # The bytes that are allocated and freed half-way through the layers, by phase, or a
-        # function that is called there.
+        # Bytes that the second layer allocates and frees in each phase, or a function that it
+        # calls.
         self.burden: dict[str, int | Callable[[], object]] = {}
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits, ``[batch, sequence, vocabulary]``."""
+        """Return logits ``[batch, sequence, vocabulary]``."""
         x = self.embed(tokens)
         if self.training and self.draws:
             x = x * (1 + 0.1 * random.random() + 0.1 * np.random.random())
@@ -118,8 +116,8 @@ class Decoder(nn.Module):
 def divided(
     model: Decoder, *, reshard_after_forward: bool = True, mesh: DeviceMesh | None = None
 ) -> Decoder:
-    """The model with `fully_shard` applied to each layer and to itself, as torchtune does it; on
-    one rank, as it is.
+    """Apply `fully_shard` to each layer and to the model, as torchtune does; on one rank, do
+    nothing.
     """
     if dist.is_initialized() and dist.get_world_size() > 1:
         mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
@@ -129,7 +127,7 @@ def divided(
 
 
 def padded(rows: Sequence[Row], **values: int) -> dict[str, torch.Tensor]:
-    """One batch of the named columns of rows, padded with these values."""
+    """Return a batch of the named columns of rows, padded with the given values."""
     return {
         key: pad_sequence([torch.as_tensor(row[key]) for row in rows], True, value)
         for key, value in values.items()
@@ -154,7 +152,7 @@ def token_losses(
 def runner_of(
     model: Decoder, limit: MicroBatchLimit, *, syncs_every_micro_batch: bool = True, **options: Any
 ) -> RecipeStep:
-    """Return what trains the model; a dummy row has three tokens."""
+    """Return the step that trains the model; a dummy row has three tokens."""
     options.setdefault("collate", collate)
     options.setdefault("mean_loss", lambda batch: token_losses(model, batch, "mean"))
     options.setdefault("sharding", Sharding(model, syncs_every_micro_batch=syncs_every_micro_batch))
@@ -165,8 +163,8 @@ def runner_of(
 def make_rows(
     lengths: Sequence[int], *, unlabelled: Sequence[int] = (), seed: int = 1
 ) -> list[Row]:
-    """Rows of these lengths whose first tokens, one to three, have no label; `unlabelled` have none
-    at all.
+    """Return rows of these lengths. The first one to three tokens of each row have no label; rows
+    of `unlabelled` have no labels.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = []
@@ -180,8 +178,8 @@ def make_rows(
 
 
 def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor], float, int]:
-    """Return mean gradients, mean loss and number of label tokens, row by row in plain torch; means
-    are zeros where there is no label token.
+    """Return mean gradients, mean loss and number of label tokens, computed row by row in plain
+    torch. Without labels, means are zeros.
     """
     model.zero_grad(set_to_none=True)
     loss_sum, label_tokens = 0.0, 0
@@ -198,7 +196,7 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
 
 
 def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
-    """The gradients, put together on each rank; zeros where there is none."""
+    """Return the unsharded gradients; zeros for a parameter without a gradient."""
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -209,17 +207,17 @@ def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
 
 
 def whole_parameters(model: Decoder) -> dict[str, torch.Tensor]:
-    """The parameters, put together on each rank."""
+    """Return the unsharded parameters."""
     return {name: whole(parameter.detach()).clone() for name, parameter in model.named_parameters()}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor, put together on each rank where it is divided."""
+    """Return an unsharded tensor."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """The largest error, relative to the largest entry of its tensor if that is not zero."""
+    """Return the largest error relative to its tensor's largest entry; absolute for zeros."""
     assert found.keys() == expected.keys()
     errors = []
     for name, tensor in expected.items():
@@ -229,7 +227,7 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
 
 
 def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:
-    """All that this rank goes on from, bit by bit."""
+    """Return the bits of all state that training on this rank depends on."""
     found: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),

@@ -22,9 +22,7 @@ Counts = dict[str, int]
 
 
 def count_code(text: str) -> Counts:
-    """Count the statements and tokens of a module, without docstrings and comments. Folded lines
-    have as many tokens.
-    """
+    """Count the statements and tokens of a module, without docstrings and comments."""
     tree = ast.parse(text)
     statements = 0
     for node in ast.walk(tree):

@@ -1,15 +1,14 @@
-"""Steps of training as the recipes run them, on PyTorch's CUDA stack without a device: no file is
-read, weights are what memory held.
+"""Run training steps of the recipes on PyTorch's CUDA stack without a device. The weights are
+uninitialized; no file is read.
 
-:class:`StackRuns` keeps a process for each device and allocator settings, which has imported
-everything; each run is a fork of it, so that its CUDA context and its allocator are new.
+:class:`StackRuns` keeps a process for each device and allocator configuration. Each run is a fork
+of it, with a new CUDA context and allocator, and saves the imports.
 
     python -m support.stack_runs < RUNS
     python -m support.stack_runs --one < RUN
 
-RUNS has a JSON object on each line, as of StackRun; one on each line comes back. With --one a
-single run is this process: a driver that is there cannot be used by a fork of a process that has
-used it.
+Each line of RUNS is a StackRun as a JSON object; each line of the output is an Outcome. With --one,
+this process runs a single one without a fork, which a real driver needs.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from .paths import subprocess_environment
 
 @dataclass(frozen=True)
 class StackRun:
-    """Steps of a combination, each of so many rows in one micro-batch."""
+    """Steps of a combination, each with one micro-batch of `rows` rows."""
 
     combination: Combination
     rows: int
@@ -49,7 +48,7 @@ class StackRun:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Counts of a run; peaks are those since its model was built."""
+    """Counts of a run, with peaks since its model was built."""
 
     steps: int
     allocated: int
@@ -57,8 +56,8 @@ class Outcome:
     reserved: int
     retries: int
     ooms: int
-    error: str | None = None  # of the last step, if it was out of memory
-    outside: int = 0  # bytes at the end that the context and other processes hold
+    error: str | None = None  # OOM of the last step
+    outside: int = 0  # bytes of the context and of other processes at the end
 
     @property
     def fits(self) -> bool:
@@ -71,7 +70,7 @@ class Outcome:
 
 
 def no_weights(combination: Combination | None = None) -> Weights:
-    """Return weights left as memory had them; zeros without memory for the base of adapters."""
+    """Return uninitialized weights; for the base of adapters, zeros that take no memory."""
 
     def load_base() -> Mapping[str, Any]:
         if combination is None or not combination.adapters:
@@ -85,7 +84,7 @@ def no_weights(combination: Combination | None = None) -> Weights:
 
 
 def train(run: StackRun) -> Outcome:
-    """Build what the recipe builds, and run its steps until one is out of memory."""
+    """Build the recipe's trainer, and run steps until one runs out of memory."""
     cfg = run.combination.config()
     cfg.probe.search = "predict"
     cfg.on_out_of_memory = "raise"
@@ -126,7 +125,7 @@ def train(run: StackRun) -> Outcome:
 
 
 class StackRuns:
-    """Runs on emulated devices, by name, with allocator settings."""
+    """Runs on emulated devices with allocator settings."""
 
     def __init__(self) -> None:
         self._servers: dict[tuple[str, ...], subprocess.Popen[str]] = {}
@@ -135,13 +134,13 @@ class StackRuns:
         variables = {
             "EMULATE_DEVICE": emulated_device(device, "").setting,
             "EMULATE_CAPACITY": str(capacity),
-            # A recipe's process would ask for expandable segments.
+            # Without a value, the recipe would switch on expandable segments.
             "PYTORCH_CUDA_ALLOC_CONF": conf or "expandable_segments:False",
         }
         key = tuple(variables.values())
         if key not in self._servers:
             environment = subprocess_environment(**variables)
-            # Estimates are of cuBLAS's default workspace.
+            # Estimates assume cuBLAS's default workspace.
             environment.pop("CUBLAS_WORKSPACE_CONFIG", None)
             self._servers[key] = subprocess.Popen(
                 [sys.executable, "-W", "ignore", "-m", "support.stack_runs"],
@@ -168,7 +167,7 @@ class StackRuns:
 
 
 def answer_to(line: str) -> dict[str, Any]:
-    """Return the outcome of a run that is asked for, or the error that it ended with."""
+    """Return the outcome or the error of a requested run."""
     asked = json.loads(line)
     run = StackRun(**{**asked, "combination": Combination(**asked["combination"])})
     try:
@@ -178,7 +177,7 @@ def answer_to(line: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Fork for each run that is asked for, or be the only one."""
+    """Fork for each requested run, or run a single one."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     gc.freeze()
@@ -186,7 +185,7 @@ def main() -> None:
         print(json.dumps(answer_to(sys.stdin.readline())), file=answers, flush=True)
         return
     assert torch.cuda.memory_reserved() == 0
-    # Imports have looked for devices, and the stack does not mind.
+    # Imports have queried devices; the emulated driver permits a fork after that.
     torch.cuda._is_in_bad_fork = lambda: False
     for line in sys.stdin:
         child = os.fork()

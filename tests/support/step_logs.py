@@ -1,9 +1,9 @@
-"""Allocations of the recipe's steps on CUDA, be it the stack without a device.
+"""Allocations of the recipe's steps on CUDA or on the CUDA stack without a device.
 
 python -m torch.distributed.run --nproc_per_node 2 tests/support/step_logs.py NAME ROWS TOKENS
     [KEY=VALUE ...]
 
-Rank zero writes its log, and its peak.
+Rank 0 prints its log and its peak.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ STEPS = 3
 
 
 class Unloaded(AdapterModel):
-    """Adapters on a base that is left as memory had it."""
+    """Adapters on an uninitialized base."""
 
     def _load(self, *_: object) -> None:
         pass
 
     def _load_sharded(self, *args: Any, **options: Any) -> None:
-        # As all weights are.
+        # Skip the initialization of adapters: all weights stay uninitialized.
         super(AdapterModel, self)._load_sharded(*args, **options)
 
 
@@ -53,7 +53,7 @@ def read(name: str, *overrides: str) -> DictConfig:
 
 
 def peak_bytes(log: Sequence[int]) -> int:
-    """Return the most bytes that are alive at once."""
+    """Return the peak of the allocated bytes."""
     sizes, alive, peak = array("q"), 0, 0
     for entry in log:
         if entry > 0:
@@ -66,7 +66,7 @@ def peak_bytes(log: Sequence[int]) -> int:
 
 
 def made_up_rows(job: Job, rows: int, tokens: int | Sequence[int]) -> list[dict[str, Any]]:
-    """Return rows of that many tokens each; of several numbers, each row has the next."""
+    """Return rows of `tokens` tokens; with several numbers, rows use them in turn."""
     lengths = [tokens] if isinstance(tokens, int) else tokens
     return [job.task.synthetic_row(lengths[number % len(lengths)]) for number in range(rows)]
 
@@ -74,8 +74,8 @@ def made_up_rows(job: Job, rows: int, tokens: int | Sequence[int]) -> list[dict[
 def on_cuda(
     cfg: DictConfig, rows: int, tokens: int | Sequence[int], *, micro_batches: int = 1
 ) -> array[int]:
-    """Return the log of a run on CUDA, from loading on; peaks of PyTorch's own are those from the
-    second step on, in which nothing is compiled and no kernel is tuned.
+    """Return the log of a run on CUDA, including loading. PyTorch's peaks are those from the second
+    step on, which compiles nothing and tunes no kernel.
     """
     memory: Any = torch.cuda.memory
     torch._C._cuda_clearCublasWorkspaces()
@@ -114,8 +114,8 @@ def on_cuda(
 def on_ranks(
     name: str, rows: int, tokens: int, *overrides: str, ranks: int
 ) -> tuple[array[int], int]:
-    """Return the log of rank zero of several processes, and the most bytes that it requested from
-    the second step on.
+    """Return the log of rank 0 of several processes, and its peak of requested bytes from the
+    second step on.
     """
     words = (__file__, name, rows, tokens, *overrides)
     done = run_torchrun(ranks, *words, timeout=None, EMULATE_DEVICE_COUNT=str(ranks))
@@ -124,7 +124,7 @@ def on_ranks(
 
 
 def main() -> None:
-    """Print the log of rank zero."""
+    """Print the log of rank 0."""
     name, rows, tokens, *overrides = sys.argv[1:]
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("cuda:nccl,cpu:gloo")

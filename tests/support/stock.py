@@ -1,5 +1,5 @@
-"""torchtune's distributed recipe and ours, in turns on the same gloo ranks: processes start once
-for many runs.
+"""Run torchtune's distributed recipes and ours on the same gloo ranks, which start once for many
+runs.
 
     tasks = [(recipe, "clip_grad_norm=0.5") for recipe in (STOCK_ON_RANKS, OURS)]
     stock, ours = run_tasks(setup, tasks, ranks=2)
@@ -20,15 +20,17 @@ from torchtune import training
 from adaptive_batch._util import replaced
 
 STOCK_ON_RANKS = "full_finetune_distributed"
-# The name of a recipe, and key=value; as run_in_process takes them.
+# Name of a recipe, and overrides key=value.
 Task = tuple[str, ...]
 
 
 def run_tasks(
     setup: SmallSetup, tasks: Sequence[Task], *, ranks: int, timeout: float = 600.0
 ) -> list[Finished]:
-    """Do runs one after another in the same processes, each with a process group and a store of its
-    own; AssertionError with what ranks printed where one does not end well.
+    """Run tasks one after another in the same processes, each with a new process group and store.
+
+    Raises:
+        AssertionError: a rank failed; the message has its output.
     """
     if not tasks:
         return []

@@ -1,5 +1,5 @@
-"""Components that end a run, or fill its disk, at a chosen step, named by dotted paths; and the
-copy of a run that a kill would have left.
+"""Components named by dotted paths that end a run or limit its resources at a chosen step, and a
+copy of a run in the state after a kill.
 """
 
 import ctypes
@@ -18,17 +18,17 @@ from adaptive_batch.report.auditing import RECORD
 
 
 def asks_at_step(step, by=signal.SIGTERM):
-    """The overrides of a run that gets a signal when it has logged a step."""
+    """Return the overrides of a run that gets a signal after it has logged a step."""
     return block("metric_logger", "support.stops.AskingToEnd", at_step=step, by=int(by))
 
 
 def asks_in_epoch(epoch):
-    """The overrides of a run that is asked to end as it saves an epoch, or as it loads: -1."""
+    """Return the overrides of a run that gets SIGTERM as it saves an epoch, or loads (-1)."""
     return block("checkpointer", "support.stops.AskingCheckpointer", at_epoch=epoch)
 
 
 class ActingLogger(DiskLogger):
-    """A log that acts once a step is logged; further arguments are its attributes."""
+    """A logger that acts after a step is logged; further arguments become attributes."""
 
     def __init__(self, log_dir, filename, **options):
         super().__init__(log_dir, filename)
@@ -41,7 +41,7 @@ class ActingLogger(DiskLogger):
 
 
 class AskingToEnd(ActingLogger):
-    """A log that sends its process the signal `by` at step `at_step`."""
+    """A logger that sends its process the signal `by` at step `at_step`."""
 
     def act(self, step):
         if step == self.at_step:
@@ -49,7 +49,7 @@ class AskingToEnd(ActingLogger):
 
 
 class WaitingToBeAsked(ActingLogger):
-    """A log that creates `file` at `at_step`, and waits there until its process is asked to end."""
+    """A logger that creates `file` at step `at_step` and waits for SIGTERM."""
 
     def act(self, step):
         if step != self.at_step:
@@ -68,7 +68,7 @@ class WaitingToBeAsked(ActingLogger):
 
 
 class FillingDisk(ActingLogger):
-    """A log that limits files to `num_bytes` from step `from_step` until step `until_step`."""
+    """A logger that limits files to `num_bytes` from step `from_step` until step `until_step`."""
 
     def act(self, step):
         _, most = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -78,9 +78,8 @@ class FillingDisk(ActingLogger):
 
 
 class TakingMemory(ActingLogger):
-    """A log that leaves the process, after a step, only `bytes_left` more of address space than it
-    has. The C library returns freed memory at once: what it keeps could be enough for further
-    steps.
+    """A logger that limits the address space to `bytes_left` more than is used after a step. The C
+    library then returns freed memory at once, since kept memory could suffice for further steps.
     """
 
     def __init__(self, log_dir, filename, **options):
@@ -95,7 +94,7 @@ class TakingMemory(ActingLogger):
 
 
 class AskingCheckpointer(FullModelHFCheckpointer):
-    """A checkpointer that asks its process to end while it saves an epoch, or loads: epoch -1."""
+    """A checkpointer that sends its process SIGTERM as it saves epoch `at_epoch`, or loads (-1)."""
 
     def __init__(self, *args, at_epoch, **rest):
         super().__init__(*args, **rest)
@@ -113,9 +112,7 @@ class AskingCheckpointer(FullModelHFCheckpointer):
 
 
 def stopped_after(finished, setup, step, *, taken_back=0):
-    """A copy of a run as a kill would have left it `taken_back` steps after a step; returns its
-    folder.
-    """
+    """Copy a run in the state after a kill, `taken_back` steps after a step; return the folder."""
     folder = setup.fresh_folder()
     shutil.copytree(finished.output_dir, folder, dirs_exist_ok=True)
     lines, saved = [], set()

@@ -7,8 +7,8 @@ from adaptive_batch.estimate import LengthEstimate, Target, counted_fit, with_co
 
 
 def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
-    """Return the device with what fits where each byte that is allocated is one that is taken, as
-    on a CPU. A fifth of what is not resident counts as made by backward.
+    """Return the device with the sizes that fit if reserved equals allocated memory, as on a CPU. A
+    fifth of the memory that is not resident counts as temporaries of backward.
     """
     fits = []
     for length in lengths:

@@ -13,8 +13,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# Each Python and each torch that is declared at least once. `make test` runs the version that
-# constraints.txt pins.
+# Each supported Python and torch at least once. `make test` runs the version of constraints.txt.
 PAIRS = [("2.11.0", "3.11"), ("2.13.0", "3.12"), ("2.14.1", "3.10"), ("2.15.0", "3.13")]
 NEEDED = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "accelerate", "transformers"]
 EXTRAS = "recipes,report"  # tests of the core use torchao's optimizers and the estimate's settings
@@ -51,7 +50,7 @@ def main() -> int:
 
 
 def outcome(venv: Path, tests: list[str]) -> tuple[bool, str]:
-    """Return whether tests pass there, the last line that pytest wrote, and the path of its log."""
+    """Run tests in a venv. Return whether they pass, and the last line and path of the log."""
     options = ["-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", "-m", MARKS]
     command = [venv / "bin/python", "-m", "pytest", *options, *tests]
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "recipes")))
@@ -65,7 +64,7 @@ def outcome(venv: Path, tests: list[str]) -> tuple[bool, str]:
 
 
 def venv_of(torch: str, python: str) -> Path:
-    """Return the venv of a pair, which is made where it is not there."""
+    """Return the venv of a pair; make it if it does not exist."""
     venv = VENVS / f"torch-{torch}-python-{python}"
     if (venv / "made").exists():
         return venv
@@ -79,7 +78,7 @@ def venv_of(torch: str, python: str) -> Path:
     needed = metadata.read_text()
     metadata.write_text(re.sub(r"(?m)^Requires-Dist: (nvidia|cuda|triton).*\n", "", needed))
     subprocess.run([*pip, *NEEDED, f"{ROOT}[{EXTRAS}]"], check=True)
-    metadata.write_text(needed)  # which the emulated CUDA reads
+    metadata.write_text(needed)  # the emulated CUDA reads the original
     if "cuda: Optional[str] = None" not in (site / "torch/version.py").read_text():
         hook = "import adaptive_batch.emulate.process as process; process.install()"
         (site / "cuda_stack.pth").write_text(hook)
@@ -88,11 +87,11 @@ def venv_of(torch: str, python: str) -> Path:
 
 
 def interpreter(python: str) -> str:
-    """Return that Python: pyenv's, or the one on PATH."""
+    """Return the path of a Python from pyenv or PATH."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
     found = [*map(str, pyenv.glob(f"{python}.*/bin/python")), shutil.which(f"python{python}")]
     if found[0] is None:
-        raise LookupError(f"there is no python{python}, neither on PATH nor of pyenv")
+        raise LookupError(f"python{python} was found neither in pyenv nor on PATH")
     return found[0]
 
 

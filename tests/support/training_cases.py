@@ -1,5 +1,5 @@
-"""A small model in training, for facts about trials: every optimizer, dtype and way of running that
-they are held for. All combinations: benchmarks/traceless.py.
+"""A small model in training, for tests that trials leave no trace, with each optimizer and dtype.
+benchmarks/traceless.py runs all combinations.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from adaptive_batch.probe import DryRun
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
 PLENTY = 2**40
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # see deterministic()
-gc.freeze()  # each probe collects garbage; what is imported need not be looked through every time
+gc.freeze()  # each trial collects garbage; frozen imported objects are not traversed
 CPU = torch.device("cpu")
-# Adapters and tasks that alternate in the combinations of a kind; five tasks, so that each meets
-# every flag of a combination.
+# Adapters and tasks, which combinations use in turn. With five tasks, each meets every flag.
 KINDS = {
     "": [("", "")],
     "adapters": [("LoRA", ""), ("DoRA", ""), ("QLoRA", "")],
@@ -51,9 +50,7 @@ KINDS = {
 
 
 class Counting(Optimizer):
-    """Keeps what others keep in odd places: plain numbers and lists in its state, in its groups and
-    on itself.
-    """
+    """An optimizer with plain numbers and lists in its state, its groups and its attributes."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1, "k": 0})
@@ -93,15 +90,15 @@ if find_spec("bitsandbytes"):
 
 @dataclass(frozen=True)
 class Case:
-    """One way of training."""
+    """Configuration of a training."""
 
     optimizer: str
     in_backward: bool = False
     dtype: torch.dtype = torch.float32
     checkpointing: bool = False
     resumed: bool = False
-    adapters: str = ""  # which kind is on a frozen base
-    task: str = ""  # DPO or distillation; else next tokens
+    adapters: str = ""  # kind of adapters; none if empty
+    task: str = ""  # DPO or distillation; next-token prediction if empty
 
     def __str__(self) -> str:
         marks = (
@@ -115,7 +112,7 @@ class Case:
 
 
 def cases(kind: str = "", optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]:
-    """Every combination, with the adapters and tasks of a kind in turn."""
+    """Return all combinations, with the adapters and tasks of a kind in turn."""
     flags = (False, True)
     dtypes = (torch.float32, torch.bfloat16)
     combinations = itertools.product(optimizers, flags, dtypes, flags, flags)
@@ -124,8 +121,8 @@ def cases(kind: str = "", optimizers: dict[str, Any] = OPTIMIZERS) -> list[Case]
 
 
 class Training:
-    """A model and its optimizer after a step or none, gradients of a first micro-batch there unless
-    stepped in backward.
+    """A model and its optimizer, fresh or after a step, with the gradients of a micro-batch unless
+    the optimizer steps in backward.
     """
 
     def __init__(self, case: Case, *, device: torch.device = CPU) -> None:
@@ -182,7 +179,7 @@ class Training:
         return [self.optimizer]
 
     def forward_backward(self, rows: int) -> None:
-        """Forward and backward of rows that are drawn, so that every generator moves."""
+        """Run forward and backward of random rows, drawn from each generator."""
         self.phase = "forward"
         tokens = torch.randint(VOCABULARY, (rows, LENGTH), device=self.device)
         tokens[0, 0] = random.randrange(VOCABULARY)
@@ -210,7 +207,7 @@ class Training:
         self.phase = "done"
 
     def train(self, steps: int) -> None:
-        """Train in earnest."""
+        """Train for some steps."""
         for _ in range(steps):
             self.forward_backward(3)
             if not self.case.in_backward:
@@ -239,14 +236,14 @@ class Training:
         )
 
     def everything(self) -> dict[str, Any]:
-        """All that training goes on from, bit by bit."""
+        """Return the bits of all state that training depends on."""
         found = training_state(self.models, *self.optimizers)
         if self.device.type != "cpu":
             found["device"] = bits(getattr(torch, self.device.type).get_rng_state(self.device))
         return found
 
     def objects(self) -> dict[str, int]:
-        """Return the identities of gradients, buffers and optimizer states, which a trial keeps."""
+        """Return the ids of parameters, gradients, buffers and optimizer states."""
         found = {f"gradient {name}": id(p.grad) for name, p in self.models.named_parameters()}
         found |= {f"parameter {name}": id(p) for name, p in self.models.named_parameters()}
         found |= {f"buffer {name}": id(buffer) for name, buffer in self.models.named_buffers()}
@@ -262,7 +259,7 @@ class Training:
 
 @contextmanager
 def deterministic(device: torch.device) -> Iterator[None]:
-    """On CUDA some kernels add up in any order, so that training would differ from itself."""
+    """Context manager: use deterministic kernels, since some CUDA kernels sum in random order."""
     if device.type != "cuda":
         yield
         return
@@ -274,11 +271,11 @@ def deterministic(device: torch.device) -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-# --- what may happen in a probe
+# --- outcomes of a search
 
 
 class Mishap(Exception):
-    """Something else than memory."""
+    """An error other than an OOM."""
 
 
 def fits(training: Training, *, accumulates: bool = False) -> None:
@@ -287,7 +284,7 @@ def fits(training: Training, *, accumulates: bool = False) -> None:
 
 
 def runs_out(training: Training, *, phase: str) -> None:
-    """Run out half-way through the layers, between trials that fit."""
+    """Run out of memory between trials that fit."""
     with training.rehearsal(budget_bytes=training.memory.total_bytes() // 2) as trial:
         assert trial(2).fits
         training.model.burden = {phase: training.memory.total_bytes()}
@@ -312,9 +309,7 @@ def another_error(training: Training) -> None:
 
 
 def optimizer_does_not_fit(training: Training) -> None:
-    """Each point of the first step at which memory may run out: budgets from too small for anything
-    to just enough.
-    """
+    """Run out of memory at several points of the optimizer's first step, with smaller budgets."""
     peaks: list[int] = []
     with training.rehearsal() as trial:
         peaks += [trial.resident_bytes, trial(1).peak_bytes or 0, trial.optimizer_peak_bytes or 0]
@@ -345,13 +340,13 @@ OUTCOMES: dict[str, Callable[[Training], None]] = {
 def traces(
     case: Case, *, steps: int = 2, device: torch.device = CPU
 ) -> Iterator[tuple[str, list[str]]]:
-    """Run every outcome one after another in the midst of training.
+    """Run all outcomes one after another during training.
 
     Yields:
-        The outcome, and the names of what differs after it; last, what differs from training that
-        was never probed.
+        Name of the outcome, and names of values that differ after it; last, the values that differ
+        from a training without trials.
     """
-    # torchao's optimizers compile for minutes.
+    # torchao's optimizers would compile for minutes.
     with torch.compiler.set_stance("force_eager"), deterministic(device):
         training = Training(case, device=device)
         for name, probe in OUTCOMES.items():

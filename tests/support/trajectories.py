@@ -1,4 +1,4 @@
-"""Train a run twice, once undisturbed and once with a disturbance, and compare both.
+"""Train twice, with and without a disturbance, and compare both runs.
 
     assert same_trajectory("loop", "growth", "kill", folder) == []
 
@@ -35,12 +35,12 @@ from adaptive_batch.schedules import at_epochs, steps
 EPOCHS, BATCH_SIZE, SAVES_EVERY = 2, 4, 3
 KILLED_AT = 8
 LAST_SAVE = KILLED_AT // SAVES_EVERY * SAVES_EVERY
-FEWER_ROWS = 2  # rows of a micro-batch that runs out of memory, or is split
+FEWER_ROWS = 2  # maximum rows of a micro-batch after an OOM or in a split
 FIGURES_OF_TIME = ("time", "seconds", "tokens_per_second_per_gpu")
-# The figures of a step that a split or another number of ranks must not change.
+# Figures of a step that a split or another number of ranks must not change.
 OF_DATA = ("epoch", "position", "rows", "lr", "batch_size", "samples_seen", "tokens_seen")
-# Largest differences that count as rounding: of a number, relative; of all weights, relative to
-# their norm.
+# Maximum rounding errors: relative error of a number, and norm of the error of all weights relative
+# to their norm.
 EXACT, ROUNDING = (0.0, 0.0), (2e-6, 1e-6)
 
 
@@ -48,9 +48,9 @@ EXACT, ROUNDING = (0.0, 0.0), (2e-6, 1e-6)
 class Trajectory:
     """Figures of each step by its number, and the final weights."""
 
-    steps: dict[Any, dict[str, Any]]  # those of a validation have a text as key
+    steps: dict[Any, dict[str, Any]]  # a validation has a text as key
     weights: dict[str, torch.Tensor]
-    problems: list[str] = field(default_factory=list)  # of this run by itself
+    problems: list[str] = field(default_factory=list)  # problems of this run alone
 
     def differences(
         self,
@@ -59,13 +59,13 @@ class Trajectory:
         rounding: tuple[float, float] = EXACT,
         only: Sequence[str] | None = None,
     ) -> list[str]:
-        """Describe what differs from another trajectory.
+        """Describe the differences from another trajectory.
 
         Args:
-            other: the undisturbed run.
-            rounding: largest relative differences of a number, those of ``OF_DATA`` excepted, and
-                of all weights.
-            only: names of the figures that are compared; None for all.
+            other: undisturbed run.
+            rounding: maximum relative errors of a number and of all weights. Figures of
+                ``OF_DATA`` must be equal.
+            only: names of the figures to compare; None for all.
         """
         found = list(self.problems)
         for step in sorted(self.steps.keys() | other.steps.keys(), key=str):
@@ -95,8 +95,8 @@ def _are_close(one: Any, other: Any, rounding: float) -> bool:
 def weights_apart(
     ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Return the norm of the difference of two checkpoints over the norm of the second, and the
-    largest difference of a weight.
+    """Return the norm of the difference of two checkpoints relative to the norm of the second, and
+    the largest difference of a weight.
     """
     if ours.keys() != theirs.keys() or not ours:
         raise AssertionError(f"other weights: {sorted(ours.keys() ^ theirs.keys())}")
@@ -106,9 +106,7 @@ def weights_apart(
 
 
 def read_run(folder: Path) -> Trajectory:
-    """Read the trajectory of a run of a recipe: its log, its last epoch, its audit, and what it
-    left behind.
-    """
+    """Read the trajectory of a recipe's run: log, weights, problems and temporary files."""
     steps = {}
     for record in read_records(folder / "adaptive_batch" / "run.jsonl"):
         if record["kind"] in ("step", "validation"):
@@ -130,14 +128,14 @@ VALIDATION = ("dataset_val=${dataset}", "run_val_every_n_steps=4", "max_validati
 TOKENS = (
     "probe.device_memory=64MiB",
     "batch_tokens=160",
-    "probe.objective=largest",  # a run that is killed before its first save chooses again
+    "probe.objective=largest",  # with timed trials, a run killed before a save may choose another
     *block(SCHEDULE, STEPS, batch_sizes="[90,160,240]", thresholds="[600tok,1800tok]"),
     "sample_order=seqlen",
     "sample_window=16",
     "lr_clock=tokens",
 )
-# Ways to choose the batch: arguments of AdaptiveBatches, AdaptiveLoop or AdaptiveArguments, and the
-# same as keys of a recipe.
+# Batch sizes: arguments of AdaptiveBatches, AdaptiveLoop or AdaptiveArguments, and the equivalent
+# keys of a recipe.
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
     "constant": (dict, ()),
     "growth": (
@@ -155,7 +153,7 @@ CASES: dict[str, tuple[Callable[[], dict[str, Any]], tuple[str, ...]]] = {
 
 
 def run_differences(folder: Path, whole: Path) -> list[str]:
-    """Describe what differs between a disturbed run of a recipe and an undisturbed one."""
+    """Describe the differences between a disturbed run of a recipe and an undisturbed one."""
     return read_run(folder).differences(read_run(whole))
 
 
@@ -164,10 +162,9 @@ def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> l
 
     Args:
         driver: ``script``, ``loop``, ``Trainer``, ``tune run`` or ``two ranks``.
-        case: a key of ``CASES``.
-        disturbance: ``kill``, ``OOM``, ``split``, or of the last two drivers
-            ``other ranks``.
-        folder: an empty folder.
+        case: key of ``CASES``.
+        disturbance: ``kill``, ``OOM``, ``split``, or with the last two drivers ``other ranks``.
+        folder: empty folder.
     """
     if driver in PROGRAMS:
         return _compare_programs(driver, case, disturbance, folder)
@@ -182,29 +179,29 @@ def same_trajectory(driver: str, case: str, disturbance: str, folder: Path) -> l
 class Program:
     """A small training program."""
 
-    driver: str  # a key of PROGRAMS
-    case: str  # a key of CASES
-    folder: Path  # where it saves
+    driver: str  # key of PROGRAMS
+    case: str  # key of CASES
+    folder: Path  # output folder
     draws: bool = True  # whether the model has dropout
-    rows_fit: int = 10**9  # rows of a micro-batch that do not run out of memory
+    rows_fit: int = 10**9  # maximum rows of a micro-batch without an OOM
     micro_batch_size: int | None = None
-    kill_at: int = 0  # step after which the process is killed; 0 for never
+    kill_at: int = 0  # step after which the process kills itself; 0 for never
 
     def train(self) -> None:
-        """Train to the end, from what is saved in the folder."""
+        """Train to the end, from the state in the folder if there is one."""
         self.folder.mkdir(exist_ok=True)
         batches, _ = CASES[self.case]
         torch.save(PROGRAMS[self.driver](self, batches()), self.folder / "weights.pt")
 
     def note(self, step: int, **figures: Any) -> None:
-        """Record a step, and end the process as a kill does where that is asked for."""
+        """Record a step, and kill the process after step `kill_at`."""
         with (self.folder / "steps.jsonl").open("a") as file:
             file.write(json.dumps({"step": step, **figures}) + "\n")
         if step == self.kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def save(self, step: int, parts: dict[str, Any]) -> None:
-        """Save the state of each part every few steps."""
+        """Save the state of each object every few steps."""
         if step % SAVES_EVERY == 0:
             state = {name: part.state_dict() for name, part in parts.items()}
             state["random"] = torch.get_rng_state(), random.getstate(), np.random.get_state()
@@ -212,7 +209,7 @@ class Program:
             (self.folder / "state.tmp").rename(self.folder / "state.pt")
 
     def load(self, parts: dict[str, Any]) -> None:
-        """Load what was saved last."""
+        """Load the last saved state."""
         seed_all()
         if (self.folder / "state.pt").exists():
             state = torch.load(self.folder / "state.pt", weights_only=False)
@@ -224,7 +221,7 @@ class Program:
             np.random.set_state(of_numpy)
 
     def trajectory(self) -> Trajectory:
-        """Read the record; a step that was done again must be the same again."""
+        """Read the record; a repeated step must have the same figures."""
         with (self.folder / "steps.jsonl").open() as file:
             lines = [json.loads(line) for line in file]
         found: dict[Any, dict[str, Any]] = {}
@@ -237,7 +234,7 @@ class Program:
 
 
 def _train_script(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A script of one's own, with AdaptiveStep, AdaptiveBatches and AdaptiveRate."""
+    """Train with AdaptiveStep, AdaptiveBatches and AdaptiveRate."""
     model = Decoder(draws=program.draws)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     mean_loss = RunsOut(model, most=program.rows_fit)
@@ -268,7 +265,7 @@ def _train_script(program: Program, options: dict[str, Any]) -> dict[str, torch.
 
 
 def _train_loop(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """AdaptiveLoop."""
+    """Train with AdaptiveLoop."""
     model = Decoder(draws=program.draws)
     one = training(
         model=model,
@@ -295,7 +292,7 @@ def _train_loop(program: Program, options: dict[str, Any]) -> dict[str, torch.Te
 
 
 def _train_with_trainer(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """AdaptiveTrainer, with its own checkpoints."""
+    """Train with AdaptiveTrainer and its checkpoints."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
     from transformers.trainer_utils import get_last_checkpoint
 
@@ -398,7 +395,7 @@ def _compare_recipes(
     whole = disturbed = keys
     folder, of_whole = setup.fresh_folder(), setup.fresh_folder()
     if disturbance in ("kill", "other ranks"):
-        # Rank zero has the log that kills it, and others report that they have lost it.
+        # The logger of rank 0 kills it; the other rank exits with status 1.
         kills = [-signal.SIGKILL, 1][:ranks]
         setup.run(OURS, *keys, *KILLS, f"output_dir={folder}", ranks=ranks, expect=kills)
         disturbed = (*keys, "resume_from_checkpoint=True")

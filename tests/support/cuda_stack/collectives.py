@@ -1,6 +1,4 @@
-"""Collectives on an emulated NCCL that carries small messages, started by torchrun; each prints its
-errors.
-"""
+"""Check collectives on an emulated NCCL that transfers small messages, under torchrun."""
 
 from __future__ import annotations
 
@@ -53,7 +51,7 @@ def right() -> None:
     ]
     for work in dist.batch_isend_irecv(both):
         work.wait()
-    check("what the rank before sent", received.tolist(), [(rank - 1) % size, 5, 6])
+    check("point-to-point from the previous rank", received.tolist(), [(rank - 1) % size, 5, 6])
     for length in (lambda other: 10 * other, lambda other: 90 - 40 * other):
         objects = distributed.all_gather("x" * length(rank))
         check("objects of other lengths", objects, ["x" * length(other) for other in ranks])
@@ -66,13 +64,13 @@ def right() -> None:
         values = on_device(1)
         dist.all_reduce(values, group=half)
         check("a group of two", values.tolist(), [2])
-    large = torch.empty(2**32, dtype=torch.uint8, device="cuda")  # of which nothing moves
+    large = torch.empty(2**32, dtype=torch.uint8, device="cuda")  # too large to be transferred
     for _ in range(100):
         dist.all_reduce(large)
 
 
 def different() -> None:
-    """Ranks that call different things: real NCCL would hang."""
+    """Call a collective with different sizes on the ranks: real NCCL would hang."""
     values = torch.ones(4 if dist.get_rank() else 8, device="cuda")
     dist.all_reduce(values)
 

@@ -1,4 +1,4 @@
-"""A logger that takes memory away from a program on emulated CUDA, named by a dotted path."""
+"""A logger that reduces the memory of an emulated CUDA device, named by a dotted path."""
 
 from __future__ import annotations
 
@@ -12,17 +12,15 @@ from support.stops import ActingLogger
 
 
 def library() -> ctypes.CDLL | None:
-    """The CUDA without a device, where PyTorch runs on it."""
+    """Return the library of the emulated CUDA driver; None if PyTorch does not run on it."""
     try:
-        return ctypes.CDLL("libcudastub.so")  # which torch has loaded, if it is there
+        return ctypes.CDLL("libcudastub.so")  # torch has loaded it if it exists
     except OSError:
         return None
 
 
 def leave(nbytes: int) -> None:
-    """Let this process have so many bytes of each device from now on, context included, without
-    what earlier tests have left.
-    """
+    """Limit this process to `nbytes` of each device, including the context."""
     gc.collect()
     torch.cuda.empty_cache()
     cuda = library()
@@ -33,9 +31,8 @@ def leave(nbytes: int) -> None:
 
 
 class Squeezing(ActingLogger):
-    """A log after one of whose steps another program takes memory of the device. Of several ranks,
-    the first has a log. This process keeps a `share` of what training had above what it holds
-    between steps.
+    """A logger that reduces the memory of its device after step `after_step`. Beyond the memory
+    held between steps, `share` of the peak remains. Only rank 0 has a logger.
     """
 
     def act(self, step: int) -> None:
@@ -46,7 +43,7 @@ class Squeezing(ActingLogger):
 
 
 def bimodal_rows(tokenizer: object, *, number: int, longest: int, **_: Any) -> list[dict[str, Any]]:
-    """A dataset whose lengths are around a tenth of the longest, or around 7 tenths for a fifth."""
+    """Return rows of which four fifths have about a tenth of the longest length, the others 70%."""
     draw = random.Random(7)
     rows = []
     for _ in range(number):
