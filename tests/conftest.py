@@ -8,30 +8,30 @@ import signal
 
 import pytest
 
-# Read as torch is imported, here and in processes that tests start: models are tiny, and threads of
-# two workers on two cores mostly wait for each other.
+# torch reads this at its import, here and in processes of tests. The models are tiny, and threads
+# of two workers on two cores mostly wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import numpy as np
-import support.processes  # noqa: F401  # sets what the server of forked processes imports
+import support.processes  # noqa: F401  # sets the imports of the server of forked processes
 import torch
 from hypothesis import settings
 
 from adaptive_batch.memory import ALLOCATOR_VARIABLES
 
-# Examples have no deadline, as their time depends on what else the machine runs. `make test` and CI
-# draw the same examples each time. `make nightly` draws others each night, ten times as many, and
-# prints how to repeat the one that fails.
+# Examples have no deadline, since their time depends on other load. `make test` and CI draw the
+# same examples each time. `make nightly` draws new ones, ten times as many, and prints how to
+# repeat a failure.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.register_profile("nightly", deadline=None, max_examples=1000, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeatable"))
 
-# No test takes the power away, and a small run that saves mostly waits for the disk.
+# No test needs data on the disk after a power cut, and small saves mostly wait for the disk.
 os.fsync = lambda descriptor: None
 
 
 def pytest_ignore_collect(collection_path, config):
-    """Only files with the mark that `-m` asks for are imported: all of them take 17 seconds."""
+    """Import only files with the mark of `-m`, since all imports take 17 seconds."""
     asked = re.fullmatch(r"(\w+)( and not \w+)*", config.option.markexpr)
     if asked and collection_path.name.startswith("test_"):
         return f"pytest.mark.{asked[1]}" not in collection_path.read_text("utf-8") or None
@@ -39,22 +39,19 @@ def pytest_ignore_collect(collection_path, config):
 
 
 def pytest_collection_finish():
-    """Trials and retries collect garbage hundreds of times, and what is imported need not be looked
-    through every time.
-    """
+    """Freeze imported objects, since trials and retries collect garbage hundreds of times."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _what_earlier_files_left_is_not_looked_through():
+def _objects_of_earlier_files_are_frozen():
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
-def _random_numbers_are_the_same_in_any_order_of_tests():
-    """Each test begins with the same random numbers, whatever ran before it in this process."""
+def _each_test_begins_with_the_same_seeds():
     random.seed(0)
     np.random.seed(0)
     # torch.manual_seed would prepare devices too.
@@ -62,9 +59,9 @@ def _random_numbers_are_the_same_in_any_order_of_tests():
 
 
 @pytest.fixture(autouse=True)
-def _the_allocator_is_as_before():
-    """Building a step switches on expandable segments for the rest of the process and for those
-    that it starts.
+def _allocator_settings_are_restored():
+    """Restore the settings, since a step switches on expandable segments for the process and its
+    children.
     """
     before = {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES}
     yield
@@ -80,7 +77,7 @@ def _the_allocator_is_as_before():
 
 @pytest.fixture
 def usual_signal_handlers():
-    """As in a terminal: a shell's background process ignores some of these signals."""
+    """Set the handlers of a process in a terminal; a background process may ignore some signals."""
     before = {
         number: signal.getsignal(number)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -94,7 +91,7 @@ def usual_signal_handlers():
 
 @pytest.fixture(scope="session")
 def small(tmp_path_factory):
-    """A small real setup to run recipes on; each run writes into a folder of its own."""
+    """A small setup for runs of recipes; each run writes into a new folder."""
     from support.cli import make_setup  # imports torchtune, which most tests do without
 
     return make_setup(tmp_path_factory.mktemp("small"))

@@ -1,6 +1,4 @@
-"""The line of packages: imports go downward along it, through faces, and the core needs torch
-alone.
-"""
+"""Packages import public names of lower packages only, and the core needs torch alone."""
 
 import ast
 import importlib.util
@@ -22,7 +20,7 @@ LINE = (
     "schedules, distributed, emulate < data, memory < probe, estimate, checkpoint < training,"
     " report < torchtune, integrations < recipes"
 )
-# Single modules that look at all packages, and that none imports.
+# Modules that import from all packages, and that no package imports.
 ABOVE_ALL = ("doctor", "__main__")
 TIER = {
     name: tier
@@ -44,7 +42,7 @@ FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py")
 
 
 def imports(path):
-    """Absolute dotted names of what a file imports, each with the name it takes from there."""
+    """Return the absolute names of the imports of a file, each with the imported name."""
     here = path.relative_to(ROOT).with_suffix("").parts
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -56,7 +54,7 @@ def imports(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_imports_go_down_the_line_and_through_faces(path):
+def test_imports_use_public_names_of_lower_packages(path):
     parts = path.relative_to(ROOT).parts
     own = "recipes" if parts[0] == "recipes" else Path(parts[1]).stem
     if own == "__init__":
@@ -75,7 +73,7 @@ def test_imports_go_down_the_line_and_through_faces(path):
         assert own not in BELOW_ALL, f"{own} lies below all, and imports {module}"
         assert TIER[other] < TIER[own], f"{own} imports {module}: against {LINE}"
         if other == "integrations":
-            # Its modules are imported by their names.
+            # Modules of integrations are imported by name.
             continue
         assert len(rest) < 2, f"{module}.{name}: past the face of {other}"
         if rest and other not in ABOVE_ALL:
@@ -85,7 +83,7 @@ def test_imports_go_down_the_line_and_through_faces(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_private_names_of_torch_are_asked_for_in_one_place(path):
+def test_private_names_of_torch_are_read_in_one_place(path):
     # The emulation imports nothing of ours; it runs in programs that lack this package.
     if path.name != "_torch.py" and path.parent.name != "emulate":
         modules = [f"{module}.{name}" for module, name in imports(path)]
@@ -105,7 +103,7 @@ def test_private_names_of_torch_are_asked_for_in_one_place(path):
 
 
 def used_at_import(tree):
-    """Yield the nodes that run as a module is imported: all but the bodies of functions."""
+    """Yield the nodes that run at the import of a module."""
     for node in ast.iter_child_nodes(tree):
         if not isinstance(node, ast.FunctionDef | ast.Lambda):
             yield node
@@ -114,7 +112,7 @@ def used_at_import(tree):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_no_private_name_is_bound_at_import(path):
-    """So a renamed one stops only what uses it."""
+    """A renamed private name then breaks only the code that uses it."""
     for node in used_at_import(ast.parse(path.read_text())):
         is_bound = isinstance(node, ast.Attribute) and ast.unparse(node.value) == "private"
         is_checked = isinstance(node, ast.Call) and ast.unparse(node.func) == "private"
@@ -127,7 +125,7 @@ def test_each_private_name_is_used():
     assert set(re.findall(r"\bprivate\.(\w+)", text)) == set(NAMES)
 
 
-def test_the_core_imports_where_all_but_torch_is_blocked():
+def test_the_core_imports_if_all_packages_but_torch_are_blocked():
     blocked = (
         *("torchtune", "torchao", "torchdata", "omegaconf", "datasets", "tokenizers", "tqdm"),
         *("transformers", "accelerate", "peft", "lightning", "matplotlib", "jinja2", "numpy"),
@@ -148,7 +146,7 @@ for module in pkgutil.walk_packages(path, prefix, onerror=lambda name: None):
 
 
 @pytest.mark.slow
-def test_training_imports_no_simulation_of_an_allocator():
+def test_training_does_not_import_the_simulated_allocator():
     program = (
         "import sys, adaptive_batch.training; print(*(name for name in sys.modules if '.estimate'"
         " in name))"
@@ -161,7 +159,7 @@ def test_training_imports_no_simulation_of_an_allocator():
     ] == []
 
 
-def test_each_public_name_is_there_and_no_other():
+def test_the_public_names_are_exactly_these():
     assert {"AdaptiveLoop", "SettingError", "steps"} <= set(adaptive_batch.__all__)
     assert [
         getattr(adaptive_batch, name).__name__ for name in adaptive_batch.__all__
@@ -173,7 +171,7 @@ def test_each_public_name_is_there_and_no_other():
 
 
 def assigned_attributes(tree):
-    """Attributes that code assigns to, of whatever object."""
+    """Return the attributes that a file assigns to, on any object."""
     for node in ast.walk(tree):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         for target in targets:
@@ -182,11 +180,11 @@ def assigned_attributes(tree):
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_what_runs_at_once_is_set_by_its_owner_alone(path):
+def test_only_the_sizer_sets_the_limit_of_a_micro_batch(path):
     owned = re.compile(r"limit|layout|bound|batch|watch|event|max_batch_size")
     for attribute in assigned_attributes(ast.parse(path.read_text())):
         is_own = isinstance(attribute.value, ast.Name) and attribute.value.id == "self"
-        # FSDP's own events are reset where a backward has failed.
+        # FSDP's events are reset after a failed backward.
         is_torchs = path.name == "fsdp.py" and attribute.attr.endswith("_event")
         assert is_own or is_torchs or not owned.search(attribute.attr), ast.unparse(attribute)
 
@@ -195,7 +193,7 @@ def test_what_runs_at_once_is_set_by_its_owner_alone(path):
     ("kind", "most"),
     [(AdaptiveStep, 8), (AdaptiveBatches, 8), (AdaptiveRate, 8), (AdaptiveLoop, 17)],
 )
-def test_what_a_script_makes_takes_few_arguments(kind, most):
+def test_public_constructors_take_few_arguments(kind, most):
     assert len(inspect.signature(kind).parameters) <= most
 
 
@@ -206,14 +204,14 @@ UNIT = ROOT / "tests" / "unit"
     "path", sorted(UNIT.rglob("test_*.py")), ids=lambda path: path.relative_to(UNIT).as_posix()
 )
 def test_a_unit_file_is_named_after_its_module(path):
-    """``test_MODULE.py``, or ``test_MODULE_ASPECT.py`` where a module has several."""
+    """A file is ``test_MODULE.py``, or ``test_MODULE_ASPECT.py`` if a module has several."""
     package = PACKAGE / path.parent.relative_to(UNIT)
     modules = {file.stem.lstrip("_") for file in package.iterdir()} - {"init__", "pycache__"}
     subject = path.stem.removeprefix("test_")
     assert any(subject == module or subject.startswith(f"{module}_") for module in modules)
 
 
-def test_programs_beside_the_package_import_only_names_that_exist():
+def test_benchmarks_and_examples_import_only_names_that_exist():
     missing = []
     for folder in ("examples", "benchmarks", "docs/tools"):
         for path in sorted((ROOT / folder).rglob("*.py")):

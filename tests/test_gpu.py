@@ -1,8 +1,7 @@
-"""The same facts where a device has the say: `pytest -m gpu` on a machine with CUDA.
+"""Tests on a CUDA device: `pytest -m gpu`.
 
-`make cuda-stack` runs those marked cuda_stack without one: what they say of memory, errors and
-states of generators holds there, while no kernel computes. The values of tensors are compared on a
-GPU alone.
+`make cuda-stack` runs the tests marked cuda_stack without a device. Memory, errors and generator
+states are real there; values of tensors are compared on a GPU only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ def fraction() -> float:
 
 
 @pytest.mark.cuda_stack
-def test_the_device_says_what_it_has(memory):
+def test_total_and_available_bytes_are_those_of_the_device(memory):
     assert isinstance(memory, AcceleratorMemory)
     total = torch.cuda.get_device_properties(CUDA).total_memory
     assert memory.total_bytes() == total

@@ -1,7 +1,7 @@
-"""A disturbed run trains what the undisturbed run trains: with each driver, for each disturbance.
+"""A disturbed run trains the same as an undisturbed one, with each driver and each disturbance.
 
-Kills at random moments: benchmarks/kills.py. More numbers of ranks:
-benchmarks/resume_across_ranks.py.
+benchmarks/kills.py kills runs at random moments; benchmarks/resume_across_ranks.py has more numbers
+of ranks.
 """
 
 import pytest
@@ -21,7 +21,7 @@ RECIPES = [
     for driver in ("tune run", "two ranks")
     for case in CASES
     for disturbance in ("kill", "OOM", "split", "other ranks")
-    # Growth is limited to what the probe finds, and memory is short from its first trial on.
+    # With growth, the probe would find the small limit before training.
     if case == "constant" or disturbance in ("kill", "other ranks")
 ]
 EVERY_TIME = [
@@ -46,7 +46,5 @@ EVERY_TIME = [
         for one in (*PROGRAMS, *RECIPES)
     ],
 )
-def test_a_disturbed_run_trains_what_the_undisturbed_run_trains(
-    tmp_path, driver, case, disturbance
-):
+def test_a_disturbed_run_trains_as_an_undisturbed_one(tmp_path, driver, case, disturbance):
     assert same_trajectory(driver, case, disturbance, tmp_path) == []

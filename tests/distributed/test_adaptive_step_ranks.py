@@ -1,4 +1,4 @@
-"""Ranks that share a model run the parts of a batch together, and retry together."""
+"""Ranks with a sharded model run the parts of a batch together, and retry together."""
 
 from __future__ import annotations
 
@@ -27,30 +27,30 @@ from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 from adaptive_batch.training.parts import RowsOfBatch
 
 CLOSE = 1e-10
-# Rows of each rank's batch, of several batches.
+# Rows of each rank in several batches.
 LENGTHS = ((9, 7, 9, 4), (6, 9, 8, 5))
 LATER_LENGTHS = ((5, 8, 3, 9), (7, 7, 4, 6))
 
 
 def rows_of(lengths: tuple[tuple[int, ...], ...], *, seed: int = 1) -> list[list[dict[str, Any]]]:
-    """The rows of each rank."""
+    """Return the rows of each rank."""
     return [make_rows(each, seed=seed + rank) for rank, each in enumerate(lengths)]
 
 
 def mean_over_ranks(model: Decoder, rows: list[list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
-    """Return the mean of each rank's gradients, as FSDP takes it, by hand on one device."""
+    """Return the mean of the ranks' gradients, computed on one device."""
     of_ranks = [by_hand(model, each)[0] for each in rows]
     return {name: torch.stack([each[name] for each in of_ranks]).mean(0) for name in of_ranks[0]}
 
 
 class Script:
-    """A `forward_backward` function that runs out of memory half-way through the layers, on rank 1.
+    """A `forward_backward` function that runs out of memory between two layers on rank 1.
 
     Args:
-        model: model that is trained.
-        phase: ``forward`` or ``backward``; where memory runs out.
-        most_rows: the most rows that fit.
-        trials_fit: whether memory runs out in training alone, and not in the check of a split.
+        model: trained model.
+        phase: phase of the OOM, ``forward`` or ``backward``.
+        most_rows: maximum rows that fit.
+        trials_fit: whether trials and checks of a split do not run out of memory.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ def run_out_of_memory() -> None:
 
 
 def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dict[str, Any]:
-    """Two batches whose gradients are added up; in the second memory runs out on rank 1."""
+    """Accumulate the gradients of two batches; rank 1 runs out of memory in the second."""
     model = Decoder(checkpointing=checkpointing)
     batches = [rows_of(LENGTHS), rows_of(LATER_LENGTHS, seed=5)]
     one_device = copy.deepcopy(model)
@@ -123,7 +123,7 @@ def test_a_batch_out_of_memory_on_one_rank_is_retried_on_both(
 
 
 def out_of_memory_before_forward(where: str) -> dict[str, Any]:
-    """Memory runs out on rank 1 as a batch is made or cut, of more than three rows."""
+    """Run out of memory on rank 1 as a batch of more than three rows is made or split."""
     model = Decoder()
     rows = rows_of(LENGTHS)
     expected = mean_over_ranks(copy.deepcopy(model), rows)
@@ -181,7 +181,7 @@ def message_of(step: AdaptiveStep, batch: Any, kind: type[Exception]) -> str:
 
 
 def refused() -> tuple[list[str], bool]:
-    """Return the messages of a wrong loss, of rows that do not fit on rank 1, and of a hook."""
+    """Return the messages of a wrong loss, of a row that does not fit on rank 1, and of a hook."""
     model = divided(Decoder())
 
     def forward_backward(part: Part) -> None:

@@ -30,7 +30,7 @@ STRATEGIES = {
 
 
 class Module(lightning.LightningModule):
-    """Classifies rows, and fails on rank 1 for more of them than fit."""
+    """Classifies rows; runs out of memory on rank 1 if too many rows run at once."""
 
     def __init__(self, limit: int | None, *, is_sharded: bool) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def trained(
 ) -> tuple[list[float], torch.Tensor]:
     module = Module(limit, is_sharded=strategy != "ddp")
     trainer = fitted(module, strategy, callback, accumulates)
-    # Of each rank's own half, in the last epoch: a failed attempt counts none.
+    # Rows of this rank in the last epoch, without those of failed attempts.
     assert trainer.logged_metrics["rows"] == 16
     weights = [
         getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
@@ -136,7 +136,7 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
 
 
 class Validates(Module):
-    """Statistics differ between ranks under DDP; rank 1 runs out of memory in validation."""
+    """Has different buffers on each rank; runs out of memory on rank 1 in validation."""
 
     def __init__(self, strategy: str, *, fails: bool) -> None:
         super().__init__(None, is_sharded=strategy != "ddp")
@@ -175,7 +175,7 @@ def refusal() -> str:
 
 
 @pytest.mark.slow
-def test_ranks_that_do_not_each_have_rows_of_their_own_are_refused():
+def test_ranks_that_share_rows_are_refused():
     # Lightning's default is one data-parallel group of all ranks.
     for message in run_on_ranks(refusal, 2):
         assert "model='Module': several ranks need a DDP module" in message

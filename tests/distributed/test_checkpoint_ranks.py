@@ -1,4 +1,4 @@
-"""A failure of one rank is raised on all with the rank."""
+"""An error of one rank is raised on all ranks and names the rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 class HoldsALambda(Exception):
-    """An error that cannot be sent."""
+    """An error that cannot be pickled."""
 
     def __init__(self, text="held"):
         super().__init__(text)
@@ -22,7 +22,7 @@ class HoldsALambda(Exception):
 
 
 def wrapped():
-    """Raise as torch.save does on a full disk."""
+    """Raise the error of torch.save on a full disk."""
     try:
         raise OSError(28, "No space left on device")
     except OSError:
@@ -64,7 +64,7 @@ def rank_facts():
 
 
 def test_a_failure_of_one_rank_is_raised_on_all_and_ranks_are_together_afterwards():
-    # An error that cannot be sent is named on the other ranks.
+    # Other ranks raise the name of an error that cannot be pickled.
     held = [("RuntimeError", "rank 1 failed with HoldsALambda: held"), ("HoldsALambda", "held")]
     for rank, facts in enumerate(run_on_ranks(rank_facts, 2)):
         full = "[Errno 28] No space left on device"

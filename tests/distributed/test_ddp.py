@@ -1,4 +1,4 @@
-"""Under DDP a batch in parts is the batch that DDP trains, whatever one rank runs out of."""
+"""Under DDP, a batch in parts trains the same as DDP alone, also after an OOM of one rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OVERLAPS = StepOptions(overlap_reduction=True)
 
 
 class Net(nn.Module):
-    """Layers with running statistics, a part that only rank 0 uses, and one that nobody does."""
+    """Layers with running statistics, a layer that only rank 0 uses, and one that no rank uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def batch_of(step: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Script:
-    """A `forward_backward` function on devices of which some have room for so many rows."""
+    """A `forward_backward` function with a maximum number of rows on each rank."""
 
     def __init__(self, model: DDP) -> None:
         self.model = model
@@ -88,14 +88,14 @@ def train(
     accumulation: int = 1,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Train a few steps, as DDP does it where there is no script; return the weights.
+    """Train a few steps with AdaptiveStep, or with DDP alone without a script; return the weights.
 
     Args:
-        model: model that is trained.
-        script: function of a part.
-        room: rows that fit on each rank, step by step.
+        model: trained model.
+        script: function of a part; None for DDP alone.
+        room: rows that fit on each rank in each step.
         accumulation: batches of a step.
-        options: of the adaptive step.
+        options: options of the adaptive step.
     """
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step_of = None if script is None else AdaptiveStep(model, script, **options)
@@ -114,9 +114,9 @@ def train(
 
 
 def largest_difference(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """The largest difference of weights from those of DDP, and from those of the other rank."""
+    """Return the largest difference of weights from those of DDP and of the other rank."""
     pairs = [(ours[name], theirs[name]) for name in theirs]
-    # Running statistics are rank zero's from the next step on, as under DDP.
+    # Like DDP, the next step copies the running statistics of rank 0.
     learned = {name: ours[name].tolist() for name in ours if "running" not in name}
     first, second = distributed.all_gather(learned)
     assert first == second
@@ -144,14 +144,14 @@ def compared(
         ((PLENTY, [2, 10**9]), 2, {"gradient_as_bucket_view": True}),
     ],
 )
-def test_a_batch_in_parts_is_what_ddp_trains(room, accumulation, options):
+def test_a_batch_in_parts_trains_as_ddp_alone(room, accumulation, options):
     for difference, parts in run_on_ranks(compared, 2, room, accumulation, options):
         assert difference < 1e-12
         assert (len(parts) == STEPS) == (room == (PLENTY,))
 
 
 class FailingOnce(Script):
-    """The same on devices of which the second runs out of memory once, in a part of its batch."""
+    """A script that runs out of memory once on rank 1."""
 
     fails_at = 0
 
@@ -176,19 +176,19 @@ def overlapped(fails_at: int) -> tuple[float, list[int]]:
 def test_the_last_part_may_overlap_with_its_reduction(fails_at):
     for error, parts in run_on_ranks(overlapped, 2, fails_at):
         assert error < 1e-12
-        # Rank 1 has three parts of its own, and a dummy for the last.
+        # Rank 1 has three parts and a dummy.
         assert len(parts) >= 4 * STEPS
 
 
-def test_a_rank_that_runs_out_of_memory_in_the_last_part_is_lost_where_it_overlaps():
+def test_a_rank_that_runs_out_of_memory_in_an_overlapped_last_part_is_lost():
     _, second = run(overlapped, 3, ranks=2, timeout=60, joins_group=True)
     assert second.error is not None
     assert "RankLostError" in second.error
 
 
 def many_failures(num_runs: int) -> float:
-    """In each run, memory runs out at random parts of random ranks."""
-    # What is imported need not be looked through after each failure.
+    """Run out of memory in random parts on random ranks, in several runs."""
+    # Each recovery collects garbage; frozen imported objects are not traversed.
     gc.freeze()
     expected = train(replicated())
     differences = []
@@ -231,7 +231,7 @@ def test_parameters_outside_of_ddp_are_refused():
 
 
 class Words(nn.Module):
-    """Embeddings that both ranks use, that rank 0 alone uses, and of which rank 1 uses all rows."""
+    """Embeddings of which both ranks use one, rank 0 another, and rank 1 all rows of a third."""
 
     def __init__(self, *, sparse: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def refusals_of_hooks() -> list[str]:
     step_of = AdaptiveStep(later, Script(later))
     later.register_comm_hook(None, fp16_compress_hook)
     half = DDP(nn.Linear(6, 2))
-    # As DDP(mixed_precision=...) leaves it, which needs a GPU to be built.
+    # DDP(mixed_precision=...) sets this attribute, but its constructor needs a GPU.
     half.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.1)
 
@@ -309,7 +309,7 @@ def test_communication_hooks_and_mixed_precision_of_ddp_are_refused():
 
 
 def trained_with_hook() -> float:
-    """Return the largest difference from weights that DDP trains with the same hook."""
+    """Return the largest difference from the weights of DDP with the same hook."""
     plain, whole, split = replicated(), replicated(), replicated()
     for model in (whole, split):
         model.register_comm_hook(None, fp16_compress_hook)
@@ -386,7 +386,7 @@ def looped(batch_size: int, num_epochs: int, state: Any = None) -> tuple[Any, An
     return {"model": net.state_dict(), "loop": loop.state_dict()}, net.weight.tolist(), losses
 
 
-def test_a_loop_trains_on_two_ranks_what_it_trains_on_one_and_resumes_on_either():
+def test_a_loop_trains_the_same_on_one_and_two_ranks_and_resumes_on_either():
     state, weights, losses = looped(8, 2)
     for _, of_ranks, losses_of_ranks in run_on_ranks(looped, 2, 4, 2):
         assert torch.allclose(torch.tensor(of_ranks), torch.tensor(weights), atol=1e-12)

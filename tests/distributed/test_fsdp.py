@@ -1,4 +1,4 @@
-"""FSDP2 on a torch that cannot reset it, and on one rank; two ranks: test_running_out_of_memory."""
+"""FSDP2 on a torch that cannot reset it, and on one rank. See also test_running_out_of_memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_a_torch_that_cannot_reset_fsdp_is_refused(monkeypatch):
         Sharding(divided(Decoder()))
 
 
-def test_on_one_rank_it_does_nothing():
+def test_on_one_rank_sharding_does_nothing():
     model = Decoder()
     sharding = Sharding(model, syncs_every_micro_batch=False)
     acts: list[Callable[[], object]] = [sharding.finish, sharding.run_dummy_collectives]

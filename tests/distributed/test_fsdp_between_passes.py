@@ -1,4 +1,4 @@
-"""A micro-batch has the same collectives whatever FSDP kept from an earlier forward."""
+"""A micro-batch runs the same collectives after a forward of the script."""
 
 from __future__ import annotations
 
@@ -24,11 +24,10 @@ ROWS = (5, 6)
 
 
 class Apart(nn.Module):
-    """A model that has no parameters of its own: its parts are divided apart.
+    """A model without direct parameters, whose children are sharded.
 
     Args:
-        whole: the model is divided too; otherwise each part is by itself, and one of them never
-            runs.
+        whole: whether the model itself is sharded too. If not, one of its children never runs.
     """
 
     def __init__(self, *, whole: bool = True) -> None:
@@ -50,7 +49,7 @@ class Apart(nn.Module):
 
 
 def inside_another() -> nn.Module:
-    """A model that lies within one that is divided too, and which has run."""
+    """Return a sharded model inside another sharded model that has run."""
     outer = nn.Sequential(divided(Decoder()), nn.Linear(53, 3))
     fully_shard(outer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     own_forward(outer)
@@ -58,7 +57,7 @@ def inside_another() -> nn.Module:
 
 
 def own_forward(model: nn.Module) -> None:
-    """Run a forward as a training loop that validates does."""
+    """Run a forward as a validation does."""
     with torch.no_grad():
         model(torch.ones(2, 4, dtype=torch.long))
 
@@ -84,7 +83,7 @@ def collectives_around(model: Any, between: str) -> tuple[int, int]:
 
 
 def replayed_after_own_forward() -> tuple[float, float]:
-    """Return the losses of a step without and with an OOM on rank 1 after another forward."""
+    """Return the losses of a step after another forward, without and with an OOM on rank 1."""
     losses = []
     for fails in (False, True):
         model = divided(Decoder())
@@ -105,7 +104,7 @@ def replayed_after_own_forward() -> tuple[float, float]:
 
 
 def moved_without_labels() -> tuple[list[float], list[int]]:
-    """Return the changes of steps in backward: with labels, on one rank, with none, with labels."""
+    """Return the changes of steps in backward with labels on all ranks, on one, on none, on all."""
     model = divided(Decoder())
     OptimizerInBackward(
         {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters() if p.requires_grad}

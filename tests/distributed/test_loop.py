@@ -1,4 +1,4 @@
-"""AdaptiveLoop trains on several ranks as on one, and all ranks decide alike."""
+"""AdaptiveLoop trains the same on several ranks as on one, and all ranks decide alike."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNLABELLED = make_rows(
 
 
 def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """A mean whose gradient is NaN without labels; that of torch's cross-entropy is zero."""
+    """Return a mean whose gradient is NaN without labels; that of torch's cross-entropy is zero."""
     labels = batch["labels"][:, 1:]
     picked = (
         model(batch["tokens"])[:, :-1]
@@ -38,7 +38,9 @@ def masked_mean(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def on_ranks(**options: Any) -> SimpleNamespace:
-    """Global batches of 8 rows, of which the last of an epoch has one: some rank has none of it."""
+    """Train with global batches of 8 rows. The last one of an epoch has one row, so a rank has
+    none.
+    """
     ranks = distributed.world_size()
     model = divided(Decoder())
     loss = options.pop("loss", None)
@@ -53,7 +55,7 @@ def on_ranks(**options: Any) -> SimpleNamespace:
 
 
 def spoils_gradients_on_rank_one(model: nn.Module) -> Any:
-    """A loss that is finite everywhere; the gradients of one rank are not, once."""
+    """A finite loss whose gradients are once not finite on rank 1."""
     calls: list[int] = []
 
     def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -149,7 +151,7 @@ def test_gradients_that_are_not_finite_on_one_rank_are_skipped_on_all(two_ranks)
         assert found["progress"] == two_ranks[0]["skipped"]["progress"]
 
 
-def test_a_model_that_fully_shard_alone_does_not_divide_is_refused(two_ranks):
+def test_a_model_that_is_not_fully_sharded_is_refused(two_ranks):
     for rank in two_ranks:
         for name in ("whole", "over fewer ranks", "twice"):
             said = rank[f"refused, {name}"]
@@ -162,7 +164,7 @@ def test_a_model_that_fully_shard_alone_does_not_divide_is_refused(two_ranks):
 
 
 def on_one_rank() -> dict[str, Any]:
-    """Train a model that FSDP2 divides over a single rank and that runs out of memory."""
+    """Train a model that FSDP2 shards over a single rank and that runs out of memory."""
     found = {}
     for phase in ("forward", "backward"):
         weights = []
@@ -193,11 +195,11 @@ def on_one_rank() -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_model_divided_over_one_rank_trains_on_after_an_oom():
+def test_a_model_sharded_over_one_rank_continues_after_an_oom():
     (errors,) = run_on_ranks(on_one_rank, 1)
     assert max(errors.values()) < 1e-12
 
 
-def test_a_model_that_is_replicated_and_divided_trains(two_ranks):
+def test_a_model_that_is_replicated_and_sharded_trains(two_ranks):
     one = training(rows=UNLABELLED, batch_size=8)
     assert two_ranks[0]["replicated"] == pytest.approx([step.loss for step in train(one)], rel=1e-6)

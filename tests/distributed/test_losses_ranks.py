@@ -1,4 +1,4 @@
-"""The losses of examples/snippets/losses.py have the gradient of the batch of both ranks."""
+"""The losses of examples/snippets/losses.py have the gradient of the global batch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROWS = {2: (range(5), range(5, 7)), 4: (range(3), range(3, 4), range(4, 6), rang
 
 
 def shared(page: Page, how: str) -> None:
-    """Let the page's functions run a model that ranks share."""
+    """Let the page's functions run a sharded model."""
     model = page.model
     assert isinstance(model, Decoder)
     if how == "DDP":
@@ -32,13 +32,13 @@ def shared(page: Page, how: str) -> None:
 
 
 def gradients_of(page: Page) -> dict[str, torch.Tensor]:
-    """The gradients, put together, by the names of the model that is not shared."""
+    """Return the unsharded gradients by the names of the unsharded model."""
     taken = taken_gradients(page.model)
     return {name.removeprefix("module."): whole(gradient) for name, gradient in taken.items()}
 
 
 def own_rows(batch: Batch) -> Batch:
-    """The rows of this rank."""
+    """Return the rows of this rank."""
     rows = list(ROWS[distributed.world_size()][distributed.rank()])
     return {key: tensor[rows] for key, tensor in batch.items()}
 
@@ -67,12 +67,12 @@ def test_any_split_has_the_gradient_of_the_global_batch(name, how, ranks):
 
 
 class OutOfMemory:
-    """A function of a part that runs out of memory half-way through the layers, on rank 1.
+    """A function of a part that runs out of memory between two layers on rank 1.
 
     Args:
-        function: function that is run.
-        model: model whose layers it runs.
-        most_rows: the most rows that fit.
+        function: function of a part.
+        model: model that it runs.
+        most_rows: maximum rows that fit.
     """
 
     def __init__(self, function: Callable[[Part], Any], model: Decoder, *, most_rows: int) -> None:
@@ -93,7 +93,7 @@ class OutOfMemory:
 
 
 def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
-    """A batch that runs out of memory in one of its passes."""
+    """Run a batch that runs out of memory in one of its passes."""
     page = Page()
     case = CASES["ratio over the batch"]
     model = page.model
@@ -127,10 +127,10 @@ def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("how", "over"), [("FSDP", "ranks"), ("DDP", "rank")])
 @pytest.mark.parametrize("fails_in", ["statistics", "loss"])
-def test_memory_that_runs_out_in_either_pass_on_one_rank_is_retried_by_both(how, fails_in, over):
+def test_an_oom_in_either_pass_on_one_rank_is_retried_by_both(how, fails_in, over):
     first, second = run_on_ranks(out_of_memory, 2, how, fails_in, over)
     assert max(first["error"], second["error"]) <= EXACT
-    # Under FSDP the second rank runs dummies while the first runs the rows that it has more.
+    # Under FSDP, rank 1 runs dummies while rank 0 runs its additional rows.
     num_parts = 5 if how == "FSDP" else 2
     assert first["statistics"] == [5, 1, 1, 1, 1, 1]
     assert second["statistics"] == [2, *[1] * num_parts]

@@ -1,4 +1,4 @@
-"""A step over ranks has the gradients of one device, however rows and layouts are divided."""
+"""A step on ranks has the gradients of one device, for any division of rows and any layout."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from adaptive_batch.training import Evaluator, RecipeStep, pack_rows
 
 CLOSE = 1e-10
 KINDS = ("padded", "grouped", "packed")
-# Of each unit: one row or less, some, and all rows of a rank at once.
+# Limits of each unit: one row, some rows, and all rows of a rank.
 LIMITS = {
     "rows": tuple(map(MicroBatchLimit, (1, 2, 64))),
     "tokens": tuple(MicroBatchLimit(amount, "tokens") for amount in (8, 18, 900)),
 }
 LENGTHS = (9, 7, 9, 4, 6, 9, 8, 2, 5, 3)
 
-# For two ranks and for four: the rows of each rank, and which of them have no label at all.
+# Lengths of each rank's rows, and the rows without labels, for two and four ranks.
 DEALS: dict[
     str, tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]
 ] = {
@@ -59,7 +59,7 @@ DEALS: dict[
 
 @dataclass(frozen=True)
 class Way:
-    """One way of running a step."""
+    """Configuration of a step."""
 
     kind: str
     limit: MicroBatchLimit
@@ -72,7 +72,7 @@ class Way:
 
 
 def ways(number: int) -> list[Way]:
-    """Return four ways of running a deal; three deals in a row have all kinds and limits."""
+    """Return four configurations of a deal; three consecutive deals have all layouts and limits."""
     reshards, checkpoints = divmod(number % 4, 2)
     return [
         Way(
@@ -88,7 +88,7 @@ def ways(number: int) -> list[Way]:
 
 
 def packed(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-    """Return rows laid end to end, and the tokens of each."""
+    """Return a packed row and the tokens of each of its rows."""
     return pack_rows(rows, ignore_index=IGNORED), [len(row["tokens"]) for row in rows]
 
 
@@ -101,7 +101,7 @@ def runner(model: Decoder, way: Way, **options: Any) -> RecipeStep:
 
 
 def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list[dict[str, Any]]]:
-    """The rows of each rank, and all of them."""
+    """Return the rows of each rank, and all rows."""
     of_two, of_four, unlabelled = DEALS[deal]
     rows = make_rows(LENGTHS, unlabelled=unlabelled)
     numbers: Sequence[Sequence[int]] = {2: of_two, 4: of_four}[world_size]
@@ -111,7 +111,7 @@ def _dealt(deal: str, world_size: int) -> tuple[list[list[dict[str, Any]]], list
 
 
 def errors_of(way: Way, deal: str) -> dict[str, Any]:
-    """Return the relative errors of a step, clipped and stepped, and whether counts differ."""
+    """Return the relative errors of gradients, norm and weights of a step, and wrong counts."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, rows = _dealt(deal, world_size)
     model = Decoder(checkpointing=way.checkpointing)
@@ -169,7 +169,7 @@ def out_of_memory() -> None:
 
 
 def fillers_that_do_not_fit() -> list[str]:
-    """Return the errors of all ranks if the last, without rows, runs out of memory."""
+    """Return the errors of all ranks if the last rank, which has no rows, runs out of memory."""
     world_size, rank = distributed.world_size(), distributed.rank()
     dealt, _ = _dealt("the last rank has no rows", world_size)
     model = divided(Decoder())
@@ -189,7 +189,7 @@ def fillers_that_do_not_fit() -> list[str]:
 
 
 def everything() -> dict[str, Any]:
-    """All facts of one rank. What gradients are multiplied by has torch's default type."""
+    """Return the facts of one rank. The default dtype is that of the factor of gradients."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
@@ -229,7 +229,7 @@ def test_gradients_loss_and_norms_are_those_of_one_device(ranks):
     assert {len(facts["steps"]) for facts in ranks} == {len(DEALS) * (1 if len(ranks) == 4 else 4)}
 
 
-def test_a_rank_without_rows_that_runs_out_of_memory_says_that_one_row_does_not_fit(ranks):
+def test_an_oom_of_a_rank_without_rows_names_one_row(ranks):
     where = f"ran out of memory on rank {len(ranks) - 1}, alone in its micro-batch"
     for facts in ranks:
         training, evaluation = facts["fillers"]

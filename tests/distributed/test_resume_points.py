@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: all write, and any number of ranks reads."""
+"""All ranks write a checkpoint, and any number of ranks reads it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from adaptive_batch.errors import CheckpointError
 
 
 class Small(nn.Module):
-    """Two sharded layers and a root, of sizes that no number of ranks divides."""
+    """Two sharded layers and a root whose sizes no number of ranks divides."""
 
     def __init__(self, width=7):
         super().__init__()
@@ -46,7 +46,7 @@ class Small(nn.Module):
 
 
 class ByColumn(torch.optim.Optimizer):
-    """An optimizer with one number of state for each column of a parameter."""
+    """An optimizer whose state has one number for each column of a parameter."""
 
     def __init__(self, params, lr):
         super().__init__(params, {"lr": lr})
@@ -65,7 +65,7 @@ class ByColumn(torch.optim.Optimizer):
 
 
 class Wide(nn.Sequential):
-    """Rank 1 alone has 8-bit states of the first weight; both ranks have them of the second."""
+    """Has 8-bit states of one weight on rank 1 only, and of the other on both ranks."""
 
     def __init__(self):
         super().__init__(nn.Linear(64, 129), nn.Linear(129, 64), nn.Linear(64, 128))
@@ -89,7 +89,7 @@ def made(
     mesh=None,
     empty=False,
 ):
-    """A model, sharded where there is a group, its optimizers, and the names of its parameters."""
+    """Return a model, sharded on several ranks, its optimizers and the names of its parameters."""
     torch.manual_seed(seed)
     with torch.device("meta" if empty else "cpu"):
         model = kind()
@@ -127,7 +127,7 @@ def train(model, optimizers, steps=2):
 
 
 def whole(value):
-    """Every tensor as one process has it."""
+    """Return the unsharded tensors."""
     if isinstance(value, dict):
         return {key: whole(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -138,7 +138,7 @@ def whole(value):
 
 
 def parts(value):
-    """Return the parts of this rank, low-bit states as their tensors."""
+    """Return the local shards, and low-bit states as their inner tensors."""
     if isinstance(value, dict):
         return {key: parts(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -160,7 +160,7 @@ def state_of(model, optimizers, names):
 
 
 def loaded(folder, group, kind=Small, **options):
-    """Return an empty model and new optimizers after they loaded the newest checkpoint."""
+    """Load the newest checkpoint into a new model and new optimizers; return both."""
     model, optimizers, names = made(kind, group, empty=True, **options)
     point = point_in(folder)
     point.load_into({"model": model.state_dict()}, process_group=group)
@@ -171,7 +171,7 @@ def loaded(folder, group, kind=Small, **options):
 
 
 def saved(folder, group, kind=Small, *, asynchronous=False, **options):
-    """Train and save; what was saved, whole."""
+    """Train and save; return the unsharded state."""
     trained = made(kind, group, **options)
     train(*trained[:2])
     expected = whole(state_of(*trained)) if kind is not Wide else parts(state_of(*trained))
@@ -180,9 +180,7 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
     ) as points:
         points.save(2, state_of(*trained), {"from": 0 if group is None else group.rank()})
         if asynchronous:
-            train(
-                *trained[:2], steps=1
-            )  # goes on in what is being saved, with collectives of its own
+            train(*trained[:2], steps=1)  # train during the save, with collectives
     return expected
 
 
@@ -199,7 +197,7 @@ def message_of(call):
 
 
 def two_ranks(folder):
-    """Save in every way, and load what one process has saved."""
+    """Save in each way, and load a checkpoint of one process."""
     group = host_group()
     facts = {
         "two": saved(folder / "two", group),
@@ -225,7 +223,7 @@ def two_ranks(folder):
 
 
 def goes_on(folder, group):
-    """Train four steps at once and with a checkpoint between; return both, and the kinds read."""
+    """Train four steps with and without a resume; return both states and the kinds of loads."""
     model, optimizers, names = made(Small, group)
     train(model, optimizers)
     train(model, optimizers)
@@ -241,7 +239,7 @@ def goes_on(folder, group):
 
 
 def failures(folder, group):
-    """Fail by a full disk on one rank and by a state that cannot be saved; then save."""
+    """Fail with a full disk on one rank and with a state that cannot be pickled; then save."""
     tree = {"w": sharded_tensor(200_000)}
     points = CheckpointManager(folder, process_group=group, keep_last=1)
     points.save(1, {"w": sharded_tensor(10)}, {"step": 1})
@@ -304,7 +302,7 @@ def four_ranks(folder):
 
 
 class Tied(nn.Module):
-    """One weight in two places, of fewer rows than ranks."""
+    """A tied weight with fewer rows than ranks."""
 
     def __init__(self):
         super().__init__()
@@ -321,7 +319,7 @@ class Parallel(Small):
 
 
 def two_by_two(folder, group):
-    """Load one process's checkpoint into 2 x 2 data and tensor parallel ranks; train; reload."""
+    """Load a checkpoint of one process on 2 x 2 data and tensor parallel ranks; train; reload."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     of_one = loaded(folder / "parallel one", group, Parallel, groups=1, mesh=mesh)
     facts = {"one, loaded": whole(state_of(*of_one))}
@@ -396,7 +394,7 @@ def test_any_number_of_ranks_resumes_with_the_optimizer_in_backward(folder, two,
 
 
 @pytest.mark.slow
-def test_a_point_of_tensor_parallel_ranks_is_resumed_from_by_any(folder, one, four):
+def test_any_ranks_resume_from_a_point_of_tensor_parallel_ranks(folder, one, four):
     for facts in four:
         found = facts["two by two"]
         assert_same(found["one, loaded"], one["parallel"])
@@ -424,7 +422,7 @@ def test_states_of_another_shape_than_their_parameter_are_the_same_on_every_rank
 
 
 @pytest.mark.slow
-def test_tied_weights_are_saved_once_also_where_a_rank_has_none_of_them(folder, four):
+def test_tied_weights_are_saved_once_even_if_a_rank_has_no_rows(folder, four):
     for facts in four:
         assert_same(facts["tied, loaded"], facts["tied"])
     model, _ = point_in(folder / "tied").load()
@@ -440,7 +438,7 @@ def test_resumed_training_has_the_same_bits_and_each_rank_reads_its_own_part(two
         assert kinds == {"step": "Tensor", "exp_avg": "DTensor", "exp_avg_sq": "DTensor"}
 
 
-def test_every_rank_writes_what_it_holds_and_the_manifest_vouches_for_all_files(folder, two):
+def test_each_rank_writes_its_shards_and_the_manifest_lists_all_files(folder, two):
     point = point_in(folder / "two")
     assert sorted(point.files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "state.pt"]
     assert {name: (point.path / name).stat().st_size for name in point.files} == {
@@ -462,7 +460,7 @@ def test_a_save_that_fails_on_one_rank_is_reported_on_all_and_the_next_is_comple
         assert found["at last"] == ["step_4"]
 
 
-def test_a_point_that_rank_zero_does_not_see_whole_is_not_saved(folder, two):
+def test_a_point_whose_files_rank_zero_does_not_see_is_not_saved(folder, two):
     for facts in two:
         assert "rank zero does not see all that was saved" in facts["not shared"]
         assert "__1_0.distcp is missing" in facts["not shared"]

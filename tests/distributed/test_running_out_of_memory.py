@@ -1,4 +1,4 @@
-"""Out of memory on one rank or both, all over a step; all places: benchmarks/faults_on_ranks.py."""
+"""OOMs on one rank or both at operations of a step. benchmarks/faults_on_ranks.py runs all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
         "lost",
         "lost",
     ]
-    # Ranks that nothing ended would hang for longer than twice as long.
+    # A rank that nothing ends would hang more than twice as long.
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     assert max(seconds) < PATIENCE_SECONDS / 2
 

@@ -1,4 +1,4 @@
-"""Preference pairs and distillation on ranks have the gradient of all rows, in float64."""
+"""DPO and distillation on ranks have the gradient of all rows, in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
 
 NUM_ROWS = 13
-# Shares of the ranks, by their number; the last have fewer.
+# Rows of each rank by the number of ranks; the last ranks have fewer.
 ENDS = {2: (0, 8, 13), 4: (0, 5, 9, 11, 13)}
 WAYS = {
     "DPO": (pairs, job_on_pairs, of_all_pairs_at_once),
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def drawn_limits(ranks: int) -> list[MicroBatchLimit]:
-    """Limits by rows and by tokens, of which each splits the rows of the first rank."""
+    """Draw limits of rows and of tokens that split the rows of rank 0."""
     drawn = random.Random(ranks)
     by_rows = [MicroBatchLimit(drawn.randrange(1, 4)) for _ in range(2)]
     return by_rows + [MicroBatchLimit(drawn.randrange(60, 110), "tokens") for _ in range(2)]
@@ -46,7 +46,7 @@ def drawn_limits(ranks: int) -> list[MicroBatchLimit]:
 def of_each_limit(
     way: str, kind: str, rows: Sequence[Any], limits: Sequence[MicroBatchLimit]
 ) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """Micro-batches and whole gradients of a step of this rank's rows under each limit."""
+    """Return micro-batches and unsharded gradients of a step under each limit."""
     _, job_on, _ = WAYS[way]
     rank = distributed.rank()
     start, end = ENDS[distributed.world_size()][rank : rank + 2]

@@ -1,4 +1,4 @@
-"""AdaptiveTrainer under DDP trains what Trainer does, and both ranks retry together."""
+"""AdaptiveTrainer under DDP trains the same as Trainer, and both ranks retry together."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 def limited(limit: int | None, ranks: tuple[int, ...] = (1,)) -> LlamaForCausalLM:
-    """Return a model that runs out of memory for more rows than fit, on some ranks."""
+    """Return a model that runs out of memory above a number of rows on some ranks."""
     torch.manual_seed(0)
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -71,7 +71,7 @@ def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[A
 
 
 def differences(accumulates: int) -> list[float]:
-    """Return the largest differences from Trainer's losses and weights, whole and in parts."""
+    """Return the largest differences from Trainer's losses and weights, unsplit and split."""
     arguments = {"gradient_accumulation_steps": accumulates}
     losses, weights = trained(Trainer, None, **arguments)
     found = []
@@ -94,7 +94,7 @@ def test_two_ranks_train_what_trainer_does_and_retry_together(accumulates):
 
 
 class Gathers(AdaptiveTrainer):
-    """Gathers a metric of all ranks in its loss, as some of TRL's trainers."""
+    """Gathers a metric of all ranks in its loss, as some of TRL's trainers do."""
 
     def compute_loss(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
         result = super().compute_loss(model, inputs, *given, **named)
@@ -103,7 +103,7 @@ class Gathers(AdaptiveTrainer):
 
 
 def evaluated(kind: type[Trainer], limit: int | None, ranks: tuple[int, ...] = (1,)) -> Any:
-    """Metrics and predictions, with memory that runs out on some ranks; or the error's text."""
+    """Return metrics and predictions with OOMs on some ranks, or the error's text."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(1, 64, (30, 8), generator=generator).tolist()
     with tempfile.TemporaryDirectory() as folder:

@@ -21,19 +21,19 @@ from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
 pytestmark = pytest.mark.slow
 
 MOST = 6
-# Two threads of gloo may each hold the buffers of a collective, 14 kB, longer than it takes. A row
-# adds more than 100 kB to a peak.
+# Two gloo threads may keep the buffers of a collective, 14 kB, for a moment. A row adds more than
+# 100 kB to a peak.
 HELD_BYTES = 30_000
 
 
 class Trained(Training):
-    """A model that draws random numbers, after a step; its trials have longer rows."""
+    """A model with random numbers, after a step; its trials have longer rows."""
 
     def rows_of_trial(self, number: int) -> list[Row]:
         return make_rows((96,) * number)
 
     def traces(self, before: dict[str, Any]) -> list[str]:
-        """Names of what differs from an earlier state."""
+        """Return the names of the values that differ from an earlier state."""
         after = self.state()
         return [name for name, value in before.items() if value != after[name]]
 
@@ -49,7 +49,7 @@ def fitting(run: Callable[[], Trial]) -> int:
 
 
 def searched(sync: bool) -> dict[str, Any]:
-    """Return the peaks of trials, and the search of all ranks where one has less memory."""
+    """Return the peaks of trials, and the result of a search in which one rank has less memory."""
     trained = Trained(Way(sync))
     before = trained.state()
     with trained.dry_run() as trial:
@@ -73,7 +73,7 @@ def searched(sync: bool) -> dict[str, Any]:
 
 
 def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
-    """Return the evaluation trials of ranks of which some exceed their budget in one."""
+    """Return evaluation trials, one of which exceeds the budget on some ranks."""
     trained = Trained(Way(True))
     before = trained.state()
     exceeded = []
@@ -121,7 +121,7 @@ def with_retries_on_rank_one() -> Trial:
 
 
 def everything() -> dict[bool, dict[str, Any]]:
-    # A release collects garbage, and imported objects need not be traversed each time.
+    # Each recovery collects garbage; frozen imported objects are not traversed.
     gc.collect()
     gc.freeze()
     return {sync: searched(sync) for sync in (True, False)}

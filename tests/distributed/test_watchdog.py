@@ -1,4 +1,4 @@
-"""Ranks that fail, hang or are killed under torchrun: how each ends, and the record of it."""
+"""The exit and the error record of ranks that fail, hang or are killed under torchrun."""
 
 import json
 import textwrap
@@ -33,7 +33,7 @@ PROGRAM = """
     watch.on_end = on_end
     init_process_group("gloo")
     dist.barrier()
-    # A rank that ends before others hang would end them where they are not.
+    # Let the other rank enter its collective before this rank fails.
     time.sleep(0.5 * (rank == 1))
     """
 
@@ -41,7 +41,7 @@ PROGRAM = """
 def torchrun(
     folder: Path, program: str, *arguments: str, ranks: int, expect: int = 1, before: str = PROGRAM
 ) -> tuple[str, str]:
-    """Run a program; return what ranks printed, and the root cause in torchrun's summary."""
+    """Run a program; return the ranks' output and the root cause in torchrun's summary."""
     script = folder / "script.py"
     script.write_text(textwrap.dedent(before) + textwrap.dedent(program))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)

@@ -1,10 +1,10 @@
-"""With everything adaptive off, each recipe trains as torchtune's does, to the bit, but for the
-defects of torchtune's.
+"""Without adaptive features, each recipe has the bits of torchtune's recipe, except for defects of
+the latter.
 
-The full sweeps: benchmarks/parity.py, parity_adapters.py, parity_tasks.py and parity_on_ranks.py.
-Distillation is compared with tests/support/corrected_distillation.py. On a CPU torchtune's recipe
-of adapters merges them into the model that goes on training wherever it saves an epoch, so its runs
-of two epochs save the adapters alone.
+The full sweeps are benchmarks/parity.py, parity_adapters.py, parity_tasks.py and
+parity_on_ranks.py. Distillation is compared with tests/support/corrected_distillation.py. On a CPU,
+torchtune's adapter recipe merges adapters into the model in training at each save, so its runs of
+two epochs save the adapters alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from support.stock import STOCK_ON_RANKS, run_tasks
 
 
 class Recipe(NamedTuple):
-    """One of our recipes, torchtune's for one device and for ranks, and the metrics of both."""
+    """One of our recipes, torchtune's recipes for one device and for ranks, and their metrics."""
 
     ours: str
     stock: str
@@ -50,7 +50,7 @@ def of(*features: str) -> tuple[str, ...]:
     return tuple(override for feature in features for override in FEATURES[feature])
 
 
-# The first two of each recipe in `make test`. Features that could spoil one another are together.
+# `make test` runs the first two of each recipe. Features that may interact are combined.
 CASES = [
     ("full", of("packed", "accumulation", "clipping")),
     ("full", of("bf16", "activation checkpointing", "clipping", "dropout")),
@@ -64,7 +64,7 @@ CASES = [
     ("pairs", (ONCE, "loss.label_smoothing=0.1", "model.lora_dropout=0.1", "batch_size=3")),
     ("pairs", ("dtype=bf16", ALONE)),
     ("pairs", (*adapters.KINDS["QLoRA"], ONCE)),
-    # The chunks of two rows do not lie in one piece.
+    # The chunks of two rows are not contiguous.
     (
         "distillation",
         (*of("activation checkpointing"), "batch_size=2", "model.use_dora=True", ONCE),
@@ -77,7 +77,7 @@ SLOW = [
     for number, (name, _) in enumerate(CASES)
     if [other for other, _ in CASES[:number]].count(name) > 1
 ]
-# Of pairs on ranks torchtune logs the sum of their losses, and the difference of two rounded means.
+# For DPO on ranks, torchtune logs the sum of the losses, and the difference of two rounded means.
 ON_RANKS = {
     "full": [
         (),
@@ -103,7 +103,7 @@ ON_RANKS = {
 
 
 def own_keys(setup, name):
-    """The keys of a recipe, with the files that it reads."""
+    """Return the overrides of a recipe, and write its files."""
     keys = RECIPES[name].keys
     if name.startswith("pairs"):
         keys = (*keys, *preferences.write_pairs(setup))
@@ -115,7 +115,7 @@ def own_keys(setup, name):
 
 
 def assert_alike(name, ours, stock, *, logs=True):
-    """Figures of each step and everything that was saved are the same."""
+    """Assert that the figures of each step and all saved files are equal."""
     assert ours.losses
     for figure in ("loss", "grad_norm", *RECIPES[name].metrics) if logs else ():
         found = ours.figures(figure)
@@ -170,7 +170,7 @@ def test_two_ranks_train_as_the_stock_recipe(small, wide, name):
         assert name != "full" or ours.figures("lr") == stock.figures("lr")
 
 
-# --- where the stock recipe has a defect
+# --- defects of the stock recipe
 
 
 def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
@@ -186,7 +186,7 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
 
 
 def test_accumulated_losses_of_pairs_are_those_of_the_stock_recipe(small):
-    """It logs the metrics of the last micro-batch."""
+    """The stock recipe logs the metrics of the last micro-batch."""
     keys = (*own_keys(small, "pairs"), *ACCUMULATED, ONCE)
     ours, stock = (small.run_in_process(one, *keys) for one in RECIPES["pairs"][:2])
     assert ours.losses == stock.losses != []
@@ -195,7 +195,7 @@ def test_accumulated_losses_of_pairs_are_those_of_the_stock_recipe(small):
 
 @pytest.mark.slow
 def test_a_rank_whose_rows_have_no_label_does_not_make_the_loss_nan(small):
-    # Those of rank one's second batch.
+    # Rows of rank 1's second batch.
     rows = {"lengths": [8 + row % 5 for row in range(32)], "unlabelled": [9, 11, 13, 15]}
     unlabelled = (ONCE, "shuffle=False", *block("dataset", "support.components.OfLengths", **rows))
     tasks = [(recipe, *unlabelled) for recipe in (STOCK_ON_RANKS, OURS)]
@@ -206,7 +206,7 @@ def test_a_rank_whose_rows_have_no_label_does_not_make_the_loss_nan(small):
     assert all(map(math.isfinite, ours))
 
 
-# --- stock configurations, by their names
+# --- stock configurations by name
 
 
 def test_a_stock_configuration_trains_by_its_name_as_in_the_stock_recipe(small):

@@ -1,4 +1,4 @@
-"""The results of the benchmarks are the newest of each name, and every command can be run."""
+"""Only the newest result of each benchmark is kept, and each command of a result exists."""
 
 import json
 import re

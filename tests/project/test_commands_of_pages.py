@@ -1,7 +1,7 @@
-"""Every command and Python block of the pages works as it is written, from a new folder.
+"""Each command and Python block of a page works as written, in a new folder.
 
-Each page is gone through from its top, with the files of `make demo`. tests/project/test_pages.py
-lists the commands that are not run here.
+The blocks of a page run in order, with the files of `make demo`. tests/project/test_pages.py lists
+the commands that are not run here.
 """
 
 import re
@@ -85,7 +85,7 @@ def test_each_command_of_a_page_works_and_prints_its_output(folder, page):
 
 
 def run(folder, command):
-    """Return the output of a command on a machine that has searched nothing yet."""
+    """Return the output of a command with an empty cache of searches."""
     (ended,) = run_processes(
         shlex.split(command.replace("OUTPUT_DIR", "adaptive_batch_demo/tuned")),
         folder=folder,

@@ -1,4 +1,4 @@
-"""Estimates print the output on the pages. They need no weights, and take minutes."""
+"""Estimates print the output of the pages. They need no weights and take minutes."""
 
 import shlex
 from itertools import pairwise

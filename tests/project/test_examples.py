@@ -1,6 +1,6 @@
-"""The examples train as they would without adaptive_batch, with a few statements more.
+"""The examples train the same as without adaptive_batch, with a few more statements.
 
-The page about them is run by tests/project/test_commands_of_pages.py.
+tests/project/test_commands_of_pages.py runs their page.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MOST_STATEMENTS = 10
 
 
 def glue(text: str) -> list[str]:
-    """The statements between the two marks of each part, each by its first line."""
+    """Return the first lines of the statements between the two marks of each part."""
     lines = text.splitlines()
     marks = [number for number, line in enumerate(lines) if line.lstrip().startswith("# ---")]
     parts = list(zip(marks[::2], marks[1::2], strict=True))
@@ -60,7 +60,7 @@ def printed_by(example: Path, *arguments: object) -> str:
 
 
 def commanded_sizes(example: Path) -> list[str]:
-    """The batch sizes that the example's own text gives for its second command."""
+    """Return the batch sizes in the second command of the example's docstring."""
     return re.search(r"--plain ([\d ]+\d)", example.read_text())[1].split()
 
 
@@ -89,7 +89,7 @@ def outputs(request) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_has_a_few_statements_that_are_about_adaptive_batch(path):
+def test_an_example_has_few_statements_of_adaptive_batch(path):
     """No other line names the package or its loop, except to print results."""
     text = path.read_text()
     assert 4 < len(glue(text)) <= MOST_STATEMENTS
@@ -125,7 +125,7 @@ def test_an_example_ends_with_the_loss_of_the_same_training_without_adaptive_bat
         numbers(outputs.adaptive, "final loss"),
         numbers(outputs.plain, "final loss"),
     )
-    assert 1.0 < plain < 4.0  # it began at the logarithm of 256, 5.5
+    assert 1.0 < plain < 4.0  # the initial loss is log(256) = 5.5
     assert adaptive == pytest.approx(plain, rel=2e-6)
     if "optimizer steps" in outputs.plain:
         assert numbers(outputs.adaptive, "optimizer steps") == numbers(

@@ -52,12 +52,10 @@ def train(num_workers, *, resumes_from=None, stops_after=None, saves_to=None):
 
 
 @pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_loop_that_stops_in_epoch_1_reads_the_rows_that_are_left_in_their_order(
-    tmp_path, num_workers
-):
+def test_a_loop_that_stops_in_epoch_1_reads_the_remaining_rows_in_order(tmp_path, num_workers):
     order, weights = train(num_workers)
     steps = [sum(epoch == number for epoch, _ in order) for number in range(NUM_EPOCHS)]
-    # In the midst of epoch 1, and at its end.
+    # Within epoch 1, and at its end.
     for stops_after in (steps[0] + 2, steps[0] + steps[1]):
         folder = tmp_path / str(stops_after)
         begun, _ = train(num_workers, stops_after=stops_after, saves_to=folder)

@@ -16,7 +16,7 @@ def printed_by(notebook):
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_has_outputs_and_no_traces_of_who_ran_it(path):
+def test_a_notebook_has_outputs_and_no_paths_of_a_machine(path):
     notebook = nbformat.read(path, as_version=4)
     outputs = "".join(text for _, texts in printed_by(notebook) for text in texts)
     assert 100 < len(outputs) < 4000
@@ -29,7 +29,7 @@ def test_a_notebook_has_outputs_and_no_traces_of_who_ran_it(path):
 
 @pytest.mark.readme
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_prints_again_what_is_committed(path):
+def test_a_notebook_prints_its_committed_output(path):
     tool = runpy.run_path(str(ROOT / "docs" / "tools" / "notebooks.py"))
     committed = printed_by(nbformat.read(path, as_version=4))
     assert printed_by(tool["executed"](path)) == committed

@@ -39,7 +39,7 @@ def new_model():
 
 
 def train_with_the_package(model, memory_bytes, most_rows):
-    """Yield what `train` of the example yields, from the package's objects."""
+    """Yield the same values as the example's `train`, from the package's objects."""
     rows = one_file.ROWS
     optimizer = torch.optim.AdamW(model.parameters(), lr=one_file.LEARNING_RATE)
 
@@ -64,7 +64,7 @@ def train_with_the_package(model, memory_bytes, most_rows):
         rows,
         batch_sampler=batches,
         collate_fn=one_file.collate,
-        # A loader draws a seed in each epoch, by default from the numbers of dropout.
+        # A loader draws a seed in each epoch, by default from the generator of dropout.
         generator=torch.Generator(),
     )
     rate = AdaptiveRate(optimizer, lr_scaling="sqrt", reference_batch_size=one_file.BATCH_SIZE)

@@ -56,7 +56,7 @@ def sdist(tmp_path_factory):
 
 
 def run(*command, cwd, limit=120):
-    """Run a command as one does who has no virtual environment active and no PYTHONPATH."""
+    """Run a command without an active virtual environment and without PYTHONPATH."""
     done = subprocess.run(
         list(map(str, command)),
         cwd=cwd,
@@ -111,7 +111,7 @@ def test_the_core_depends_on_torch_alone(wheel):
 def test_the_wheel_installs_into_a_new_environment_that_trains_from_any_folder(
     wheel, small, tmp_path
 ):
-    """Only pip, the wheel, constraints.txt and the registry: nothing of this environment."""
+    """Install with pip, the wheel and constraints.txt only."""
     venv.create(tmp_path / "venv", with_pip=True)
     scripts = tmp_path / "venv" / "bin"
     pip = [scripts / "python", "-m", "pip"]

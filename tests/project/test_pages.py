@@ -1,11 +1,10 @@
 """Every block of code of a page is run or checked.
 
 bash     tests/project/test_commands_of_pages.py runs each command (`pytest -m readme`), except
-           make           CI runs it; here its targets are looked up
-           pip            CI runs it through make; here its extras and files are looked up
-           tune run       for more than two ranks, or of a model that is not here: here its
-                          parsers read the words
-           tune download  the same
+           make           CI runs it; this file checks its targets
+           pip            CI runs it through make; this file checks its extras and files
+           tune run       with more than two ranks or downloaded weights; this file parses it
+           tune download  this file parses it
 python   tests/project/test_commands_of_pages.py runs the blocks of a page as one program
 yaml     keys and values are checked here
 text     after commands: their output; elsewhere an example that nothing runs
@@ -43,7 +42,7 @@ def test_every_block_is_run_or_checked(page):
 
 
 def test_every_command_is_of_a_known_program_and_quoted():
-    """zsh refuses a command in which an unquoted pattern matches no file."""
+    """zsh refuses an unquoted pattern that matches no file."""
     for command in COMMANDS:
         assert shlex.split(command)[0] in PROGRAMS, command
         bare = re.sub(r"'[^']*'|\"[^\"]*\"", "", command)
@@ -72,7 +71,7 @@ READ_ONLY = [
 
 @pytest.mark.parametrize("block", READ_ONLY, ids=lambda block: block.name)
 def test_a_command_for_a_larger_machine_is_read_by_its_parsers(block):
-    """The shell puts the words together."""
+    """The shell joins the words."""
     played = 'tune() { printf "%q " "$@"; echo; }\n'
     command = ["bash", "-euc", played + block.text]
     done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)

@@ -1,4 +1,4 @@
-"""Published figures have a source and an estimate or a reason; all: benchmarks/published.py."""
+"""Each published figure has a source and an estimate or a reason, as in benchmarks/published.py."""
 
 import re
 from collections import Counter
@@ -31,7 +31,7 @@ def test_each_row_has_a_source_and_is_estimated_or_has_a_reason(published):
 @pytest.mark.parametrize(
     "rows", [pytest.param(4, marks=pytest.mark.nightly), 8]
 )  # the peak is the optimizer's step, and the loss
-def test_a_published_peak_is_met_by_the_same_code(published, rows):
+def test_the_estimate_of_a_published_peak_is_exact_for_the_same_code(published, rows):
     row = next(
         one
         for one in published.rows_of_table()

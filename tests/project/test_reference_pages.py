@@ -1,4 +1,4 @@
-"""The reference lists all public names, and files and estimates have the fields that it lists."""
+"""The reference lists all public names, and the fields of files and estimates."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""CI's workflow, the citation, and the rules for files that a run reads or writes."""
+"""CI's workflow, the citation, and safety rules of files that a run reads or writes."""
 
 import ast
 import importlib.metadata
@@ -18,7 +18,7 @@ def targets_of(text):
     return {word for command in commands for word in command.split() if "/" not in word}
 
 
-def test_the_workflow_runs_the_targets_of_the_ci_script_and_each_is_there():
+def test_the_workflow_runs_the_targets_of_the_ci_script_and_each_exists():
     workflow = yaml.safe_load((GITHUB / "workflows" / "ci.yml").read_text())
     job = workflow["jobs"]["target"]
     jobs = job["strategy"]["matrix"]["include"]
@@ -50,7 +50,7 @@ def calls_of(path):
             yield ast.unparse(node.func), given
 
 
-def test_no_file_is_read_as_something_to_run():
+def test_no_file_is_read_by_code_that_can_execute_it():
     """SECURITY.md lists these files; unit/checkpoint/test_manager.py tries a payload."""
     loads, unpickled = [], []
     for path in (*(ROOT / "adaptive_batch").rglob("*.py"), *(ROOT / "recipes").glob("*.py")):
@@ -61,7 +61,7 @@ def test_no_file_is_read_as_something_to_run():
                 unpickled.append((path.name, name))
     assert len(loads) >= 2
     assert set(loads) == {"True"}
-    # Messages between ranks.
+    # Messages between ranks are pickled.
     assert set(unpickled) == {("collectives.py", "pickle.loads")}
 
 
