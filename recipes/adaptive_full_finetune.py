@@ -168,7 +168,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.validation = None
         if self.settings.validates:
             self.validation = Validation(self.job, self.data, self.trainer, self.log)
-            self.validation.search(self.limit_finder)
 
     def _setup_rate(self) -> None:
         """Plan the first epoch, and schedule the learning rate over the remaining steps."""

@@ -250,32 +250,16 @@ class DryRun:
 
         return self._measure(run_all, phase, prepare=False)
 
-    def evaluation(
-        self,
-        evaluate: Callable[[int], object],
-        batch_size: int,
-        *,
-        in_training_mode: bool = False,
-    ) -> Trial:
+    def evaluation(self, evaluate: Callable[[int], object], batch_size: int) -> Trial:
         """Try `batch_size` rows without gradients, as between two training steps.
 
         Args:
             evaluate: function that runs the forward of the given number of rows.
             batch_size: rows.
-            in_training_mode: whether to keep the model in training mode.
         """
         self._drop_gradients()
-        modes = [(module, module.training) for module in self._model.modules()]
-        if not in_training_mode:
-            self._model.eval()
-        try:
-            phase = f"a trial of evaluating {count(batch_size, 'row')}"
-            usage, *_ = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
-        finally:
-            # train() may do more than set the mode, so call it first; then restore each mode.
-            self._model.train()
-            for module, training in modes:
-                module.training = training
+        phase = f"a trial of evaluating {count(batch_size, 'row')}"
+        usage, *_ = self._measure(lambda: evaluate(batch_size), phase, prepare=False)
         if usage is None:
             return Trial(batch_size, False)
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)

@@ -290,12 +290,6 @@ class Data:
             order=cache(partial(self._trial_order, tokens)),
         )
 
-    def trial_rows_val(self) -> LongestRows:
-        """Return the longest rows of validation for trials."""
-        return LongestRows.of_dataset(
-            self.dataset_val, prepare=self._task.filled, source=" of dataset_val"
-        )
-
     def _trial_order(self, longest: int = sys.maxsize) -> torch.Tensor:
         """Return the numbers of the rows of up to `longest` tokens in the order of
         :meth:`_first_epoch`.

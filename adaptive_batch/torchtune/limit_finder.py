@@ -226,9 +226,6 @@ class LimitFinder:
             raise SettingError("batch_size", settings.batch_size, remedy)
         for length in (settings.probe.sequence_length, *settings.probe.sequence_lengths):
             self._data.trial_rows(length)
-        # Measuring raises for a row that the model does not take.
-        if settings.searches_validation:
-            _ = self._data.dataset_val.lengths
 
     @property
     def most_rows(self) -> int:
@@ -535,7 +532,6 @@ class LimitFinder:
             trial_rows,
             name="the reference on rows",
             kind=REFERENCE,
-            in_training_mode=True,
             lost_key="trial_rows_reference",
         )
 

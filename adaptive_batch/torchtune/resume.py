@@ -38,8 +38,8 @@ from .job import Job
 from .rate import check_rate, couple_seesaw
 from .settings import FILLS_STEPS, RESUME
 
-# Keys of a :class:`LostRun`: the rows of a trial of training, of validation and of the reference.
-TRIALS = ("trial_rows", "trial_rows_val", "trial_rows_reference")
+# Keys of a :class:`LostRun`: the rows of a trial of training and of the reference.
+TRIALS = ("trial_rows", "trial_rows_reference")
 # Conditions that no permission changes: the optimizer's state belongs to them.
 _FIXED = ("optimizer._component_", "optimizer_in_bwd")
 # Arguments of an optimizer that only select an implementation.

@@ -214,7 +214,7 @@ class Settings(Batching):
         dataset_val: dataset block for validation, or a list of such blocks.
         run_val_every_n_steps: number of optimizer steps between two validations. Each validation
             logs `val_loss`.
-        batch_size_val: number of rows in a validation batch. `auto`: found by a separate search.
+        batch_size_val: number of rows in a validation batch.
         max_validation_batches: maximum number of batches in a validation. None or -1: all.
         drop_last: whether to drop the short step at the end of an epoch. See
             [below](#defaults-that-depend-on-the-keys).
@@ -284,8 +284,8 @@ class Settings(Batching):
     # check_together checks the blocks.
     dataset_val: Any = option(None, lambda name, value: None, needs=("run_val_every_n_steps",))
     run_val_every_n_steps: int | None = option(None, check_whole)
-    batch_size_val: int | str | None = option(
-        None, auto_or_whole, shown="`batch_size`", needs=("run_val_every_n_steps",)
+    batch_size_val: int | None = option(
+        None, check_whole, shown="`batch_size`", needs=("run_val_every_n_steps",)
     )
     max_validation_batches: int | None = option(
         None, _validation_batches, needs=("run_val_every_n_steps",)
@@ -340,15 +340,9 @@ class Settings(Batching):
         return self.run_val_every_n_steps is not None
 
     @property
-    def searches_validation(self) -> bool:
-        """True if validation searches for its own micro-batch limit."""
-        return self.validates and self.batch_size_val == "auto"
-
-    @property
     def validation_batch_size(self) -> int:
         """Rows of a batch of validation."""
-        size = self.batch_size_val
-        return size if isinstance(size, int) else self.batch_size
+        return self.batch_size_val or self.batch_size
 
     def validated_rows(self, rows: int, *, ranks: int) -> int:
         """Return the number of rows of a dataset that are validated on: the first ones.
@@ -375,12 +369,8 @@ class Settings(Batching):
 
     @property
     def searches(self) -> bool:
-        """True if training, validation or a reference needs a search for what fits."""
-        return (
-            self.searches_training
-            or self.searches_validation
-            or self.reference_micro_batch_size == "auto"
-        )
+        """True if training or a reference needs a search for what fits."""
+        return self.searches_training or self.reference_micro_batch_size == "auto"
 
     @property
     def chooses_fastest(self) -> bool:

@@ -16,13 +16,11 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
 from adaptive_batch.training import (
-    Evaluation,
     Evaluator,
     MicroBatchSizer,
     RecipeStep,
     RowLoss,
     RowReference,
-    SearchScope,
     TriedStep,
     kinds_to_choose_from,
     norm_to_clip,
@@ -37,7 +35,6 @@ from .job import Job
 from .model import FrozenModel, Weights
 
 if TYPE_CHECKING:
-    from .limit_finder import LimitFinder
     from .log import TrainingLog
 
 log = logging.getLogger("adaptive_batch")
@@ -347,8 +344,8 @@ class Trainer:
 class Validation:
     """Validation on rows of `dataset_val`, in micro-batches with a limit of their own.
 
-    ``batch_size_val`` (or ``batch_size``, if ``batch_size_val`` is ``auto``) and
-    ``max_validation_batches`` select the rows. The limit does not affect the selection.
+    ``batch_size_val`` and ``max_validation_batches`` select the rows. The limit does not affect the
+    selection.
 
     Args:
         job, data, trainer, log: job, rows, trainer and log of the run.
@@ -359,40 +356,12 @@ class Validation:
         self._job = job
         self._data = data
         self._log = log
-        self._trainer = trainer
         engine = trainer.engine
         self._num_rows = settings.validated_rows(len(data.dataset_val), ranks=job.ranks)
-        # A number of rows, or auto, for which search() sets a number.
-        limit = settings.batch_size_val or settings.batch_size
-        self._sizer = engine.sizer.for_other_pass("validation_limit", limit, data.layout_val)
-        self._loss = data.loss_val(engine.loss)
-        self._evaluator = Evaluator(engine, self._loss, self._sizer)
-
-    def search(self, limit_finder: LimitFinder) -> None:
-        """With ``batch_size_val: auto``, find how many of the longest rows fit without gradients.
-
-        Raises:
-            DoesNotFitError: one row does not fit.
-        """
-        if not self._job.settings.searches_validation:
-            return
-        data = self._data
-        longest_rows = data.trial_rows_val()
-        evaluation = Evaluation(
-            partial(
-                self._trainer.engine.try_evaluation,
-                loss=self._loss,
-                length=data.layout_val.padded(longest_rows.length),
-            ),
-            data.trial_rows(self._job.settings.probe.sequence_length),
+        sizer = engine.sizer.for_other_pass(
+            "validation_limit", settings.validation_batch_size, data.layout_val
         )
-        result = limit_finder.find(
-            self._trainer,
-            SearchScope(longest_rows, evaluation=evaluation),
-            maximum=limit_finder.rows_to_try(len(data.dataset_val), evaluation.lost_key),
-        )
-        self._sizer.set_bound(result)
-        limit_finder.log_search("validation_bound", "rows of validation at once", result)
+        self._evaluator = Evaluator(engine, data.loss_val(engine.loss), sizer)
 
     def run_where_due(self, step: int) -> None:
         """Log the mean loss over the label tokens of the rows if the step interval has passed.
@@ -409,9 +378,3 @@ class Validation:
         with RandomState(self._job.device):
             loss = self._evaluator.run(self._data.dataset_val[row] for row in rank_rows)
         self._log.validation(loss, rows=self._num_rows, step=step)
-        # Drop the cached lengths if the evaluation has read a row with another length. All ranks
-        # take part, so this comes after the evaluation, whose errors end all ranks.
-        changed_row = self._data.dataset_val.recount()
-        if changed_row:
-            message = f"dataset_val: {changed_row}: the lengths that were cached are dropped"
-            self._log.event("recounted", message)

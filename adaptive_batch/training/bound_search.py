@@ -155,7 +155,6 @@ class LongestRows:
         *,
         length: int | None = None,
         are_alike: bool = False,
-        source: str = "",
         prepare: Callable[[Any], Any] = lambda row: row,
         order: Callable[[], RowOrder] | None = None,
     ) -> LongestRows:
@@ -165,7 +164,6 @@ class LongestRows:
             rows: the dataset.
             length: tokens that `prepare` cuts or extends each row to; None if it keeps the length.
             are_alike: whether all rows have one length, which errors do not name.
-            source: end of a row's name in errors.
             prepare: function that prepares a row for trials.
             order: function that returns the numbers of rows in the order of training; None if
                 trials need no order.
@@ -189,7 +187,7 @@ class LongestRows:
             return [rows[number] for number in numbers_in_order[places].tolist()]
 
         largest_length = int(lengths[numbers[0]]) if length is None else length
-        name = "one row" if are_alike else _name(largest_length) + source
+        name = "one row" if are_alike else _name(largest_length)
         largest = cls(first, largest_length, name, None if order is None else in_order)
         (longest,) = longest_rows(lengths, 1)
         longest_length = int(lengths[longest])
@@ -205,7 +203,7 @@ class LongestRows:
             largest,
             first=lambda size: [longest_row(), *first(size - 1)],
             length=longest_length,
-            name=_name(longest_length) + source,
+            name=_name(longest_length),
         )
         return replace(largest, padded_to_longest=padded_to_longest)
 
@@ -277,19 +275,17 @@ class Evaluation:
     Attributes:
         run: function that runs rows without gradients.
         trained: rows of training, of which the dry run steps one to create the optimizer's state.
-        name: phrase for logs, such as ``evaluating rows``.
+        name: phrase for logs, such as ``the reference on rows``.
         kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
-        in_training_mode: whether the model stays in training mode.
         lost_key: if a trial ends the run because a rank is lost, the key under which its rows are
             written down, so that a restart tries fewer.
     """
 
     run: Callable[[Any], object]
     trained: LongestRows
-    name: str = "evaluating rows"
-    kind: bool | str = True
-    in_training_mode: bool = False
-    lost_key: str = "trial_rows_val"
+    name: str
+    kind: bool | str
+    lost_key: str
 
 
 @dataclass(frozen=True)
@@ -612,9 +608,7 @@ class BoundSearch:
             return self._dry_run(size)
         try:
             return self._dry_run.evaluation(
-                lambda num_rows: evaluation.run(rows.first(num_rows)),
-                size,
-                in_training_mode=evaluation.in_training_mode,
+                lambda num_rows: evaluation.run(rows.first(num_rows)), size
             )
         except RankLostError as lost:
             # A restart then tries fewer rows.

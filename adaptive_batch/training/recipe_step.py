@@ -655,17 +655,9 @@ class RecipeStep(Step):
                 loss = loss * num_labels
             loss.backward()  # type: ignore[no-untyped-call]
 
-    def try_evaluation(
-        self, rows: Sequence[Row], *, loss: RowLoss | None = None, length: int = 0
-    ) -> None:
-        """Run one micro-batch without gradients as a trial.
-
-        Args:
-            rows: rows of the micro-batch.
-            loss: makes the batch of the rows; None for training's loss.
-            length: minimum padded length.
-        """
-        collated = (loss or self.loss).collated(rows, self.sizer.layout, length)
+    def try_evaluation(self, rows: Sequence[Row]) -> None:
+        """Run one micro-batch without gradients as a trial."""
+        collated = self.loss.collated(rows, self.sizer.layout)
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
             mean, num_labels = self.loss.loss_and_labels(batch)
             if num_labels:

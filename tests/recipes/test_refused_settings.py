@@ -122,7 +122,6 @@ REFUSED = {
     "dataset_val": [
         f"{VALIDATED} dataset_val._component_={COMPONENTS}.empty_dataset",
         f"{VALIDATED} dataset_val._component_={COMPONENTS}.Endless",
-        f"{VALIDATED} dataset_val.lengths=[9,65] batch_size_val=auto",
     ],
     "lr_clock": [
         "lr_scheduler._component_=support.components.step_lr lr_clock=samples",

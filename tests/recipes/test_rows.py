@@ -184,23 +184,3 @@ def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, sma
         stale(*overrides, f"output_dir={folder}", "resume_from_checkpoint=True")
         assert audit(folder).problems == ()
         assert run_differences(folder, whole.output_dir) == [], step
-
-
-def test_lengths_of_validation_that_a_row_contradicts_are_dropped(small, monkeypatch, tmp_path):
-    environment = {**small._environment(), "ADAPTIVE_BATCH_CACHE": str(tmp_path)}
-    monkeypatch.setattr(type(small), "_environment", lambda _: environment)
-    own = (
-        "dataset_val._component_=support.components.OfLengthsNow",
-        "batch_size_val=auto",
-        "run_val_every_n_steps=6",
-    )
-    finished = []
-    for lengths in (COUNTED, CHANGED, CHANGED):
-        monkeypatch.setitem(components.NOW, "lengths", lengths)
-        finished.append(small.run_in_process(OURS, *PLAIN, *own))
-    assert [len(records(run, "recounted")) for run in finished] == [0, 1, 0]
-    (said,) = records(finished[1], "recounted")
-    assert re.match(
-        r"dataset_val: row \d+ has 45 tokens, and had \d+ when it was counted: .* are dropped",
-        said["message"],
-    )

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import sys
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,7 +13,6 @@ from support.cli import MODEL
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
-from torchtune.training.metric_logging import DiskLogger
 
 ASKED = []
 
@@ -194,25 +192,14 @@ class WithIds(OfLengths):
         return {**super().__getitem__(row), "id": f"row {row}", "source": 3}
 
 
-# --- recording a run
+# --- rows and memory that change in a run
 
 NOW = {}  # current lengths of rows
 
 
-class Seen(NamedTuple):
-    """A batch that the model has run."""
-
-    rows: list
-    length: int
-    trained: bool
-
-
-SEEN = []
-
-
 def watched(*, rows_fit=None, refused=None, **model):
-    """Build a Qwen2 that records its batches. In training it runs out of memory with more than
-    `rows_fit` rows: in each micro-batch, or in those with one of the rows `refused` of
+    """Build a Qwen2. In training it runs out of memory with more than `rows_fit` rows: in each
+    micro-batch, or in those with one of the rows `refused` of
     :class:`OfLengths`.
     """
     built = qwen2(**model)
@@ -223,7 +210,6 @@ def watched(*, rows_fit=None, refused=None, **model):
         is_large = rows_fit and torch.is_grad_enabled() and len(numbers) > rows_fit
         if is_large and (refused is None or not set(numbers).isdisjoint(refused)):
             out_of_memory()
-        SEEN.append(Seen(numbers, tokens.shape[1], torch.is_grad_enabled()))
 
     built.register_forward_pre_hook(before, with_kwargs=True)
     return built
@@ -231,14 +217,6 @@ def watched(*, rows_fit=None, refused=None, **model):
 
 def out_of_memory(*_):
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
-class Watching(DiskLogger):
-    """A logger that clears the recorded batches when it is built."""
-
-    def __init__(self, log_dir, filename):
-        super().__init__(log_dir, filename)
-        SEEN.clear()
 
 
 class FailingAdamW(torch.optim.AdamW):

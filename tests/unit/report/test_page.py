@@ -170,7 +170,7 @@ def test_the_page_begins_with_the_facts_of_the_run():
 
 def test_the_bound_is_that_of_training_not_of_validation(tmp_path):
     records = short(1)
-    for kind, rows in (("bound", 24), ("validation_bound", 16)):
+    for kind, rows in (("bound", 24), ("reference_bound", 16)):
         records.add(kind, message="", search=replace(SEARCH, max_batch_size=rows).record())
     assert "<dt>bound</dt><dd>24</dd>" in write_report(records.write(tmp_path))[0].read_text()
 

@@ -41,9 +41,9 @@ def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_
 
 def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
     end(tmp_path, trial_rows=8)
-    end(tmp_path, trial_rows_val=4, limit=3, unit="tokens")
+    end(tmp_path, trial_rows_reference=4, limit=3, unit="tokens")
     again = lost_run(tmp_path)
-    assert [again.trial_rows(key) for key in ("trial_rows", "trial_rows_val")] == [8, 4]
+    assert [again.trial_rows(key) for key in ("trial_rows", "trial_rows_reference")] == [8, 4]
     assert again.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
     other_question = lost_run(tmp_path, trials_name="another dataset")
     assert other_question.trial_rows("trial_rows") is None

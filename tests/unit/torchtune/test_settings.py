@@ -217,7 +217,7 @@ def test_keys_decide_which_sizes_a_search_tries(
         # These leave batches, and how they run, unchanged.
         ({"pad_to_multiple_of": 1, "sample_order": "dataloader"}, False, False, False),
         ({"lr_scaling": "linear", "on_out_of_memory": "raise"}, False, False, False),
-        (VALIDATED | {"batch_size_val": "auto"}, False, False, False),
+        (VALIDATED | {"batch_size_val": 4}, False, False, False),
     ],
     ids=str,
 )
@@ -235,15 +235,11 @@ def test_validation_takes_the_configured_batch_unless_it_has_its_own():
         return settings(VALIDATED, keys)
 
     assert validation().validation_batch_size == 2
-    assert not validation().searches_validation
     assert validation(batch_size_val=5).validation_batch_size == 5
-    assert validation(batch_size_val="auto").searches_validation
-    assert validation(batch_size_val="auto").validation_batch_size == 2
     # torchtune's later recipes write -1 for all.
     assert validation(max_validation_batches=-1).validated_rows(100, ranks=1) == 100
     assert validation(max_validation_batches=3).validated_rows(100, ranks=4) == 24
     assert validation(max_validation_batches=3).validated_rows(20, ranks=4) == 20
-    assert not settings({"batch_size_val": "auto"}).searches_validation
 
 
 BY_TOKENS = {"batch_tokens": 100, "gradient_accumulation_steps": 2}
