@@ -1,5 +1,4 @@
-"""Estimate of training memory on devices that this machine lacks: tables, ``estimate.json`` and a
-figure.
+"""Estimate of training memory on devices that this machine lacks: tables and ``estimate.json``.
 
     tune run adaptive_estimate --config NAME estimate.devices=[H100,RTX4090]
         [estimate.sequence_lengths=[512,2048]]
@@ -13,9 +12,7 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.estimate import MemoryEstimate
-from adaptive_batch.report import write_estimate_picture
 from adaptive_batch.torchtune import (
     check_output_dir,
     estimate_devices,
@@ -36,13 +33,6 @@ def estimate(cfg: DictConfig) -> MemoryEstimate:
     path = check_output_dir(cfg.output_dir) / "adaptive_batch" / "estimate.json"
     result = estimate_devices(cfg, save=lambda estimated: estimated.save(path))
     print(f"\nwritten to {path} in {result.seconds:.1f} s")
-    figure_path = path.with_suffix(".png")
-    try:
-        write_estimate_picture(result, figure_path)
-        print(f"drawn in {figure_path}")
-    # The estimate is complete without a figure, for which matplotlib may be missing.
-    except AdaptiveBatchError as error:
-        print(f"no figure: {error}")
     return result
 
 

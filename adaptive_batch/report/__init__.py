@@ -1,7 +1,7 @@
 """The run log, the audit of a run, its picture and its page."""
 
 from .auditing import audit
-from .page import write_estimate_picture, write_report
+from .page import write_report
 from .run_log import RunLog, read_records, started_runs
 
 __all__ = [
@@ -9,6 +9,5 @@ __all__ = [
     "audit",
     "read_records",
     "started_runs",
-    "write_estimate_picture",
     "write_report",
 ]

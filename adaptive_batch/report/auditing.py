@@ -5,7 +5,6 @@ One walk compares each record that counts with the values that follow from the r
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from adaptive_batch._util import count
-from adaptive_batch.errors import SettingError
 
-from .run_log import RECORD, Entry, Record, iterate_records, last_run, progress_at, whole
+from .run_log import Entry, Record, last_run, progress_at, records_of, whole
 
 # Limit of printed problems and notes.
 _MOST = 20
@@ -48,12 +46,7 @@ def audit(output_dir: str | Path) -> Audit:
     Raises:
         SettingError: the folder is missing, or its log is missing or unreadable.
     """
-    path = Path(output_dir) / RECORD
-    try:
-        return audit_records(iterate_records(path))
-    except OSError as error:
-        remedy = f"{path} cannot be read ({error.strerror}); give the output_dir of a run"
-        raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
+    return audit_records(records_of(output_dir))
 
 
 def audit_records(records: Iterable[Record | None]) -> Audit:
@@ -94,10 +87,10 @@ class _Walk:
 
     Attributes:
         epochs: epochs so far; only the last one is open.
-        problems, notes: unexplained and explained differences, one sentence each.
+        problems: reasons why the audit fails, one sentence each.
+        notes: restarted epochs and repeated steps that differ, one sentence each.
         starts: optimizer steps before each start.
-        rolled_back: rolled-back steps by number that are not repeated yet, each with the number of
-            starts before it.
+        rolled_back: records of rolled-back steps that are not repeated yet, by step.
         num_repeated: rolled-back steps that are repeated.
     """
 
@@ -106,19 +99,13 @@ class _Walk:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.starts: list[int] = []
-        self.rolled_back: defaultdict[int, list[tuple[Record, int]]] = defaultdict(list)
+        self.rolled_back: dict[int, Record] = {}
         self.num_repeated = 0
         self._totals = {"steps": 0, "samples": 0, "tokens": 0}
         # Rows of the dataset.
         self._num_rows = 0
         # Rows dropped by an epoch that has no step yet, by its number.
         self._dropped: defaultdict[int, list[Any]] = defaultdict(list)
-        # Whether no step follows the last start yet.
-        self._is_starting = False
-        # Settings changed on resume, each with the number of starts until then.
-        self._changes: list[tuple[int, str]] = []
-        # Steps at which the micro-batch limit changed.
-        self._limit_changes: list[int] = []
         self._comparisons = {
             "start": self._compare_start,
             "step": self._compare_step,
@@ -133,30 +120,13 @@ class _Walk:
         """Compare the next record; if a restart has rolled it back, keep it for its repetition."""
         if entry.kind == "start":
             self.starts.append(entry.steps)
-            self._is_starting = True
             self._num_rows = max(0, whole(entry.record, "rows") or self._num_rows)
-        elif entry.kind == "step":
-            self._is_starting = False
-        else:
-            self._add_change(entry)
         if entry.counts:
             compare = self._comparisons.get(entry.kind)
             if compare is not None:
                 compare(entry)
         elif entry.kind == "step":
-            self.rolled_back[entry.steps].append((entry.record, len(self.starts)))
-
-    def _add_change(self, entry: Entry) -> None:
-        """Remember a changed setting or limit: a repeated step may differ after it."""
-        record = entry.record
-        if "before" not in record or record["before"] == record.get("after"):
-            return
-        if entry.kind == "limit":
-            self._limit_changes.append(entry.steps)
-        # A growth rule, whose record has `requested`, is no change of a setting.
-        if self._is_starting and "requested" not in record:
-            change = f"{entry.kind} {record['before']} -> {record.get('after')}"
-            self._changes.append((len(self.starts), change))
+            self.rolled_back[entry.steps] = entry.record
 
     def close_epoch(self, *, is_done: bool) -> None:
         """Report the rows of the last epoch that are neither used nor left out."""
@@ -297,45 +267,18 @@ class _Walk:
         self.problems += epoch.mark(_DROPPED, self._dropped.pop(epoch.number, []))
 
     def _compare_repeated(self, step: Entry) -> None:
-        """Compare a step with its rolled-back attempts; report the first that differs."""
-        attempts = self.rolled_back.pop(step.steps, None)
-        if attempts is None:
+        """Note the values of a repeated step that differ from its last rolled-back attempt."""
+        attempt = self.rolled_back.pop(step.steps, None)
+        if attempt is None:
             return
         self.num_repeated += 1
-        for attempt, num_starts in attempts:
-            names = [
-                name
-                for name in ("rows", "loss", "lr")
-                if attempt.get(name) != step.record.get(name)
-            ]
-            if names:
-                differences = [_describe_difference(name, attempt, step.record) for name in names]
-                sentence = f"step {step.steps} differs from its first run: {', '.join(differences)}"
-                reason = self._reason_of_difference(num_starts, names)
-                if reason:
-                    self.notes.append(f"{sentence}: {reason}")
-                else:
-                    self.problems.append(sentence)
-                return
-
-    def _reason_of_difference(self, num_starts: int, names: Sequence[str]) -> str:
-        """Return the reason for the differences of a repeated step, or "".
-
-        One reason is a setting that was changed on resume. A loss may also differ alone if the
-        micro-batch limit changed after the resumed step, since sums are then rounded differently.
-
-        Args:
-            num_starts: starts before the rolled-back step.
-            names: names of the values that differ.
-        """
-        changes = dict.fromkeys(change for start, change in self._changes if start > num_starts)
-        if changes:
-            return f"changed on resume: {', '.join(changes)}"
-        # The earliest step at which training resumed after the rolled-back step.
-        resumed_steps = min(self.starts[num_starts:], default=math.inf)
-        if names == ["loss"] and any(steps >= resumed_steps for steps in self._limit_changes):
-            return "the limit of a micro-batch changed in one of the two"
-        return ""
+        differing = [
+            name for name in ("rows", "loss", "lr") if attempt.get(name) != step.record.get(name)
+        ]
+        if differing:
+            self.notes.append(
+                f"step {step.steps} differs from its rolled-back attempt in {', '.join(differing)}"
+            )
 
 
 class _Epoch:
@@ -385,13 +328,6 @@ class _Epoch:
         line = f"{steps}: {self.used:,} of {count(self.num_rows, 'row', ',')} used"
         reasons = ", ".join(f"{reason} {rows:,}" for reason, rows in self.reasons.items())
         return f"{line}, {self.num_rows - self.used:,} left out ({reasons})" if reasons else line
-
-
-def _describe_difference(name: str, first: Record, second: Record) -> str:
-    """Return a value of two records as text; lists of rows would be long."""
-    if name == "rows":
-        return name
-    return f"{name} ({first.get(name)}, then {second.get(name)})"
 
 
 def _listed_rows(record: Record) -> list[Any]:

@@ -128,6 +128,20 @@ class RunLog:
         self.close()
 
 
+def records_of(output_dir: str | Path) -> list[dict[str, Any] | None]:
+    """Return the records of an output_dir in order; None for a torn line.
+
+    Raises:
+        SettingError: the folder has no run log, or its log cannot be read.
+    """
+    path = Path(output_dir) / RECORD
+    try:
+        return list(iterate_records(path))
+    except OSError as error:
+        remedy = f"{path} cannot be read ({error.strerror}); give the output_dir of a run"
+        raise SettingError("OUTPUT_DIR", str(output_dir), remedy) from None
+
+
 def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
     """Yield the records of a file; None for a torn line."""
     with path.open(encoding="utf-8", errors="replace", newline="\n") as file:

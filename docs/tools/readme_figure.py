@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from adaptive_batch.report import read_records
-from adaptive_batch.report.page import RunData, draw_picture, last_search, run_panels, search_panels
-from adaptive_batch.report.run_log import last_run
+from adaptive_batch.report.page import draw_picture, run_panels, search_panel
+from adaptive_batch.report.run_log import RECORD, last_run
 
 PICTURE = Path(__file__).resolve().parents[1] / "images" / "demo.png"
 
@@ -23,14 +23,11 @@ def main(output_dir: str = "adaptive_batch_demo/tuned", picture: str | Path = PI
         output_dir: output folder of a run of the demo.
         picture: path of the PNG.
     """
-    record = Path(output_dir) / "adaptive_batch"
-    run, _ = last_run(read_records(record / "run.jsonl"))
-    panels = run_panels(RunData.from_entries(run.entries))
-    rows = [panel for panel in panels if panel.title == "Rows per step"]
-    search = last_search(run.entries, record / "probe.json")
-    assert search is not None, "the run has searched"
-    trials = search_panels(search)
-    sheet = draw_picture([*trials, *rows], heading="make demo")
+    run, _ = last_run(read_records(Path(output_dir) / RECORD))
+    trials = search_panel(run)
+    assert trials, "the run has searched"
+    rows = run_panels(run)["Rows per step"]
+    sheet = draw_picture({**trials, "Rows per step": rows}, heading="make demo")
     Path(picture).write_bytes(sheet)
 
 

@@ -22,7 +22,7 @@ def test_an_estimate_prints_what_its_page_shows(tmp_path, command, text):
     assert done.exit_status == 0, done.output[-3000:]
     printed = [line.rstrip() for line in done.output.splitlines()]
     assert [line for line in text.splitlines() if line.rstrip() not in printed] == []
-    assert (tmp_path / "adaptive_batch" / "estimate.png").is_file()
+    assert (tmp_path / "adaptive_batch" / "estimate.json").is_file()
 
 
 def test_pages_show_estimates():

@@ -11,7 +11,6 @@ from support import adapters, components
 from support.cli import NUM_ROWS, OURS, block, records
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.report import write_report
 
 KEY = "batch_increase_function"
 
@@ -91,8 +90,6 @@ def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     assert lines[-1] == f"saved in {folder / 'epoch_1'}; next: {report}"
     (record,) = records(run, "config")
     assert f"run {OURS} --config {small.config} " in record["settings"]["command"]
-    page, _ = write_report(folder)
-    assert "<h2>Settings</h2>" in page.read_text()
     assert "with resolved config:" in small.run(OURS, *keys, "verbose=True").output
 
 

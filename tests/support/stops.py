@@ -14,7 +14,7 @@ from support.cli import block
 from torchtune.training import FullModelHFCheckpointer
 from torchtune.training.metric_logging import DiskLogger
 
-from adaptive_batch.report.auditing import RECORD
+from adaptive_batch.report.run_log import RECORD
 
 
 def asks_at_step(step, by=signal.SIGTERM):

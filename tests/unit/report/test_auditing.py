@@ -221,7 +221,7 @@ def test_a_dropped_row_must_be_recorded_and_not_used():
     )
 
 
-def test_a_repeated_step_may_differ_only_after_a_change_on_resume():
+def test_a_repeated_step_that_differs_is_noted():
     lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
     records = [json.loads(line) for line in lines]
     steps = [record.get("step") for record in records if record["kind"] == "step"]
@@ -229,41 +229,9 @@ def test_a_repeated_step_may_differ_only_after_a_change_on_resume():
     assert "repeats  2 steps; not yet: 0" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
     records[again] = {**records[again], "loss": 9.5}
-    assert audit_records(records).problems == (
-        f"step 4 differs from its first run: loss ({records[5]['loss']}, then 9.5)",
-    )
-
-    start = next(i for i, record in enumerate(records) if record.get("resumed"))
-    change = {"kind": "lr_scaling", "before": "none", "after": "sqrt"}
-    explained = audit_records([*records[: start + 1], change, *records[start + 1 :]])
-    assert explained.holds
-    assert any("changed on resume: lr_scaling none -> sqrt" in line for line in explained.lines)
-
-    unchanged = {"kind": "lr_scaling", "before": "sqrt", "after": "sqrt"}
-    # Of a growth rule.
-    grown = {"kind": "batch_size", "before": 2, "requested": 4, "after": 4}
-    late = [*records[: again + 1], change, *records[again + 1 :]]
-    for no_reason in (unchanged, grown):
-        assert not audit_records([*records[: start + 1], no_reason, *records[start + 1 :]]).holds
-    assert not audit_records(late).holds
-
-
-def test_a_lowered_limit_explains_another_loss_but_no_other_row_or_rate():
-    records = [json.loads(line) for line in Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])]
-    steps = [(i, record) for i, record in enumerate(records) if record["kind"] == "step"]
-    places = [i for i, record in steps if record["step"] == 4]
-    lowered = {"kind": "limit", "before": 8, "after": 4, "unit": "rows", "out_of_memory": True}
-
-    def with_(at, **values):
-        changed = [*records]
-        changed[places[1]] = {**changed[places[1]], **values}
-        return audit_records([*changed[:at], lowered, *changed[at:]])
-
-    assert with_(places[0], loss=9.5).holds
-    assert not with_(places[0], lr=9.5).holds
-    assert not with_(places[0], rows=records[places[1]]["rows"][::-1]).holds
-    assert not with_(2, loss=9.5).holds  # before the resumed step
-    assert with_(places[1], loss=9.5).holds  # in the repetition
+    found = audit_records(records)
+    assert found.holds
+    assert "note     step 4 differs from its rolled-back attempt in loss" in found.lines
 
 
 def test_a_log_without_a_start_fails():
