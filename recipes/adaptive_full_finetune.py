@@ -22,6 +22,7 @@ from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
 from adaptive_batch.distributed import Watchdog
+from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
     Data,
     FullModel,
@@ -32,7 +33,6 @@ from adaptive_batch.torchtune import (
     RunStore,
     Saver,
     Settings,
-    StepMonitor,
     Task,
     Trainer,
     TrainingLog,
@@ -45,7 +45,7 @@ from adaptive_batch.torchtune import (
     run_recipe,
     run_training,
 )
-from adaptive_batch.training import RankReport
+from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, RankReport
 
 log = logging.getLogger("adaptive_batch")
 
@@ -173,13 +173,18 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Plan the first epoch, and schedule the learning rate over the remaining steps."""
         self.batches.begin_epoch()
         remaining = self.preview.plan_remaining()
-        self.monitor = StepMonitor(
-            self.job,
-            self.trainer,
-            self.log,
-            self.saver,
-            full_batch_rows=remaining.full_batch_rows,
+        # Each has a state that a resumed run continues with.
+        nonfinite = NonfiniteSteps(
+            self.settings.on_nonfinite_loss,
+            self.trainer.engine.drop_gradients,
+            event=self.log.event,
+            is_taken=self.settings.optimizer_in_bwd,
+            remedy=self.saver.after_end,
         )
+        self.nonfinite = self.saver.restore("nonfinite", nonfinite)
+        full_batch_loss = FullBatchLoss(remaining.full_batch_rows)
+        self.full_batch_loss = self.saver.restore("full_batch_loss", full_batch_loss)
+        self.noise_scale = self.saver.restore("noise_scale", NoiseScale())
         rate = build_rate(
             self.job,
             self.trainer.optimizers,
@@ -222,9 +227,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                     steps = iter(self.loader)
                 for rows in self.log.progress_bar(steps, self.batches):
                     self._train_step(rows)
-                # Log how many rows the epoch used. End the run if no step had a label, or all were
-                # skipped.
-                self.monitor.end_epoch(self.batches)
+                self.log.end_epoch(self.batches)
+                # End the run if all steps of the epoch were skipped.
+                self.nonfinite.end_epoch(self.batches.progress)
                 # Count the epoch as done: the next one begins at row 0.
                 self.batches.end_epoch()
                 self.save_checkpoint(epoch=epoch)
@@ -257,21 +262,28 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # All ranks learn of it in the step's first collective.
             stop_requested=self.saver.preemption.requested,
         )
-        result = self.trainer.engine.run(
-            rows, report, measures_noise=self.monitor.measures_noise(step)
+        measures_noise = self.settings.measures_noise and self.noise_scale.is_due(
+            step.progress.steps
         )
-        # Count steps without a label, and measure the noise scale.
-        self.monitor.update(step, result)
+        result = self.trainer.engine.run(rows, report, measures_noise=measures_noise)
+        assert result.rows == len(step.numbers)
+        if result.noise is not None:
+            self.noise_scale.update(result.noise)
         # With `on_nonfinite_loss=skip`, a step whose loss or gradients are not finite changes
         # nothing; with `stop`, it ends the run.
-        if not self.monitor.drop_if_nonfinite(step, result, lr=rates["lr"]):
+        if not self.nonfinite.drop_if_nonfinite(result, step.progress, lr=rates["lr"]):
             # Run `optimizer.step()` and `zero_grad()`.
             self.trainer.step()
 
         # Only now do the rows count as trained; a checkpoint resumes after them. The noise scale
         # may set the next batch. train() ends the epoch.
         progress = self.batches.done(
-            tokens=result.tokens, ends_epoch=False, noise_scale=self.monitor.noise_scale
+            tokens=result.tokens, ends_epoch=False, noise_scale=self.noise_scale.value
+        )
+        # The mean loss of a full batch if this step completes one; it does not depend on the batch
+        # size.
+        full_batch_loss = self.full_batch_loss.add(
+            result.loss, label_tokens=float(result.num_labels), rows=result.rows
         )
         self.log.step(
             result,
@@ -279,7 +291,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             rates=rates,
             numbers=step.numbers,
             num_out_of_memory=self.sizer.num_out_of_memory,
-            full_batch_loss=self.monitor.add_loss(result),
+            full_batch_loss=full_batch_loss,
         )
         if self.validation:
             self.validation.run_where_due(progress.steps)

@@ -14,7 +14,7 @@ from .launch import (
     use_shipped_config,
 )
 from .limit_finder import LimitFinder
-from .log import StepMonitor, TrainingLog, build_profiler, record_memory_history
+from .log import TrainingLog, build_profiler, record_memory_history
 from .model import AdapterModel, FullModel
 from .preview import TrainingPreview
 from .rate import build_rate
@@ -37,7 +37,6 @@ __all__ = [
     "RunStore",
     "Saver",
     "Settings",
-    "StepMonitor",
     "Task",
     "Trainer",
     "TrainingLog",

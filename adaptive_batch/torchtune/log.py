@@ -1,4 +1,4 @@
-"""Run log, metric logger, counts of steps, and profiler of a run."""
+"""Run log, metric logger and profiler of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
@@ -19,28 +19,16 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 
 from adaptive_batch import __version__, distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count
-from adaptive_batch.data import Batches, PlannedRows
-from adaptive_batch.errors import NonfiniteLossError, SettingError
+from adaptive_batch.data import Batches
 from adaptive_batch.report import RunLog, started_runs
-from adaptive_batch.schedules import NoiseScale, Progress
-from adaptive_batch.training import (
-    PLACE_OF_STEP,
-    AdaptiveRate,
-    FullBatchLoss,
-    LimitChange,
-    NonfiniteSteps,
-    StepResult,
-)
+from adaptive_batch.schedules import Progress
+from adaptive_batch.training import PLACE_OF_STEP, AdaptiveRate, LimitChange, StepResult
 
 from .configuration import instantiate
 from .data import Data
 from .job import Job
 from .preview import TrainingPlan, TrainingPreview
 from .resume import ResumedRun
-
-if TYPE_CHECKING:
-    from .store import Saver
-    from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 Item = TypeVar("Item")
@@ -77,8 +65,6 @@ class TrainingLog:
         # progress_bar() replaces both in each epoch.
         self._bar = ProgressBar(0, "steps", shown=False)
         self._step_begin_time = 0.0
-        # Messages that are logged once per run.
-        self._logged_messages: set[str] = set()
 
     def _open(self, run: ResumedRun) -> None:
         """Open both logs on rank 0; a collective.
@@ -209,13 +195,7 @@ class TrainingLog:
         """Log a learning rate that is not scaled although the batch has changed."""
         message = rate.describe_unscaled(batch)
         if message:
-            self.event("lr", message, prints=self.is_new(message), global_batch=batch)
-
-    def is_new(self, line: str) -> bool:
-        """Return whether a line is logged for the first time."""
-        is_new = line not in self._logged_messages
-        self._logged_messages.add(line)
-        return is_new
+            self.event("lr", message, global_batch=batch)
 
     # --- training
 
@@ -234,8 +214,6 @@ class TrainingLog:
         self.event(
             "plan",
             f"epoch {epoch}: {description}",
-            # Do not print the same plan for each epoch.
-            prints=self.is_new(description),
             epoch=epoch,
             global_batch=plan.global_rows,
             batch_size=batches.batch_size,
@@ -270,6 +248,10 @@ class TrainingLog:
             full_batch_loss: mean loss of a full batch that this step completes; None without one.
         """
         seconds = time.perf_counter() - self._step_begin_time
+        # Only rows with labels run, so a step without one has no micro-batch.
+        if not result.micro_batches:
+            message = f"step {progress.steps}: no row has a label, so the step changes nothing"
+            self.event("no_labels", message, step=progress.steps)
         self._step_seconds += seconds
         self._tokens += result.tokens
         # torchtune's recipes count label tokens; labels of a task that counts rows are rows.
@@ -315,6 +297,11 @@ class TrainingLog:
             tokens_per_second=round(tokens_per_second, 1),
         )
 
+    def end_epoch(self, batches: Batches) -> None:
+        """Log how many rows the epoch used."""
+        message, facts = batches.describe_epoch()
+        self.event("epoch", message, **facts)
+
     def validation(self, loss: float, *, rows: int, step: int) -> None:
         """Log the loss of a validation."""
         message = f"step {step}: val_loss {loss:.4f} over {count(rows, 'row')}"
@@ -342,124 +329,13 @@ def _report_head(job: Job) -> dict[str, str]:
     }
 
 
-class StepMonitor:
-    """Counts steps without labels and steps with non-finite losses, measures gradient noise, and
-    drops non-finite gradients.
-
-    Args:
-        job: job of the run.
-        trainer: trainer of the run.
-        log: log that receives the counts of each epoch.
-        saver: saver that restores the counts from a checkpoint, and knows how to resume.
-        full_batch_rows: number of rows of a full batch, see :meth:`add_loss`.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        trainer: Trainer,
-        log: TrainingLog,
-        saver: Saver,
-        *,
-        full_batch_rows: int,
-    ) -> None:
-        self._job = job
-        self._settings = job.settings
-        self._log = log
-        nonfinite = NonfiniteSteps(
-            job.settings.on_nonfinite_loss,
-            trainer.engine.drop_gradients,
-            event=log.event,
-            is_taken=job.settings.optimizer_in_bwd,
-            remedy=saver.after_end,
-        )
-        self._nonfinite = saver.restore("nonfinite", nonfinite)
-        self._full_batch_loss = saver.restore("full_batch_loss", FullBatchLoss(full_batch_rows))
-        self._noise_scale = saver.restore("noise_scale", NoiseScale())
-        # Steps of this epoch without a label. They are not saved: a resumed run counts only those
-        # since it resumed.
-        self._num_unlabelled = 0
-
-    def measures_noise(self, step: PlannedRows) -> bool:
-        """Return whether the noise of the gradients is sampled in a step."""
-        return self._settings.measures_noise and self._noise_scale.is_due(step.progress.steps)
-
-    def update(self, step: PlannedRows, result: StepResult) -> None:
-        """Count a step without a label, and measure the noise scale."""
-        num_rows = len(step.numbers)
-        assert result.rows == num_rows, f"a step of {num_rows} rows trained {result.rows} of them"
-        # Only rows with labels run, so such a step has no micro-batch.
-        if not result.micro_batches:
-            self._num_unlabelled += 1
-            number = step.progress.steps + 1
-            message = "no row of this step has a label, so it changes nothing"
-            prints = self._log.is_new(message)
-            self._log.event("no_labels", f"step {number}: {message}", prints=prints, step=number)
-        if result.noise is not None:
-            self._noise_scale.update(result.noise)
-
-    def drop_if_nonfinite(self, step: PlannedRows, result: StepResult, *, lr: float) -> bool:
-        """Drop the gradients of a step if it is not finite; return whether it was dropped."""
-        return self._nonfinite.drop_if_nonfinite(result, step.progress, lr=lr)
-
-    def add_loss(self, result: StepResult) -> float | None:
-        """Add the loss of a step. If the step completes a full batch, return the mean loss of the
-        full batch, which does not depend on the batch size; else None.
-        """
-        return self._full_batch_loss.add(
-            result.loss, label_tokens=float(result.num_labels), rows=result.rows
-        )
-
-    @property
-    def noise_scale(self) -> float | None:
-        """Gradient noise scale so far; None if it is not measured."""
-        return self._noise_scale.value
-
-    def end_epoch(self, batches: Batches) -> None:
-        """Log the counts of the epoch, and reset them for the next one.
-
-        Raises:
-            NonfiniteLossError: no step of the epoch was finite, and all were skipped.
-            SettingError: no step of the epoch had a label.
-        """
-        progress = batches.progress
-        num_steps = progress.epoch_steps
-        # Training on another epoch of these rows would change nothing either.
-        if num_steps and self._num_unlabelled == num_steps:
-            remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
-            raise SettingError("dataset", str(self._job.cfg.dataset), remedy)
-        self._num_unlabelled = 0
-        num_nonfinite = self._nonfinite.count()
-        were_skipped = self._settings.on_nonfinite_loss == "skip"
-        if num_nonfinite:
-            message = (
-                f"{num_nonfinite} of {count(num_steps, 'step')} had a loss or gradients that are"
-                f" not finite{', and were skipped' if were_skipped else ''}"
-            )
-            self._log.event("nonfinite_steps", message, steps=num_nonfinite)
-        message, facts = batches.describe_epoch()
-        self._log.event("epoch", message, **facts)
-        if were_skipped and num_steps > 0 and num_nonfinite == num_steps:
-            raise NonfiniteLossError(
-                f"epoch {progress.epoch}: the loss or the gradients of all {num_nonfinite} steps"
-                " are not finite, so nothing was trained; check the weights that it began with,"
-                " the data and dtype"
-            )
-
-
 def build_profiler(cfg: DictConfig) -> tuple[Any, DictConfig]:
     """Return torchtune's profiler, which does nothing unless it is enabled, and its block of the
     configuration with all defaults.
-
-    Raises:
-        SettingError: the block names another profiler.
     """
     # torchtune fills in defaults for absent keys, but not for null.
     given = {key: value for key, value in (cfg.get("profiler") or {}).items() if value is not None}
     block = {"_component_": _PROFILER, **(given or {"enabled": False})}
-    if block["_component_"] != _PROFILER:
-        remedy = f"only {_PROFILER} works"
-        raise SettingError("profiler._component_", block["_component_"], remedy)
     profiler, complete = instantiate("profiler", OmegaConf.create(block))
     return profiler, complete
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from adaptive_batch._util import count
 from adaptive_batch.errors import NonfiniteLossError
 from adaptive_batch.schedules import NoiseSample, Progress
 
@@ -244,11 +245,31 @@ class NonfiniteSteps:
         remedy = f"; {self._remedy()}" if self._remedy else ""
         raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{state}{remedy}")
 
-    def count(self) -> int:
-        """Return the number of steps that were not finite since the last call."""
-        count = self._num_since_counted
+    def end_epoch(self, progress: Progress) -> None:
+        """Log the number of steps of an epoch that were not finite.
+
+        Args:
+            progress: progress after the last step of the epoch.
+
+        Raises:
+            NonfiniteLossError: no step was finite, and all were skipped.
+        """
+        num_nonfinite = self._num_since_counted
         self._num_since_counted = 0
-        return count
+        if not num_nonfinite:
+            return
+        num_steps = progress.epoch_steps
+        message = (
+            f"{num_nonfinite} of {count(num_steps, 'step')} had a loss or gradients that are not"
+            " finite"
+        )
+        self._event("nonfinite_steps", message, steps=num_nonfinite)
+        if self._policy == "skip" and num_nonfinite == num_steps:
+            raise NonfiniteLossError(
+                f"epoch {progress.epoch}: the loss or the gradients of all {num_steps} steps are"
+                " not finite, so nothing was trained; check the weights that it began with, the"
+                " data and dtype"
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as plain numbers."""
