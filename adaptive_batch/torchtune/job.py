@@ -95,12 +95,12 @@ class Job:
         A model that cannot be built on the meta device is checked after it is built.
         """
         # The loss is checked even if the model cannot be built here.
-        self.task.check(None)
+        self.task.check_loss()
         check_keys_of_others(self.cfg, type(self.task))
         model, second = self._meta_models
         if model is not None:
             self.builder.check(model, self.cfg)
-            self.task.check(model, second)
+            self.task.check_models(model, second)
 
     @cached_property
     def second(self) -> SecondModel | None:

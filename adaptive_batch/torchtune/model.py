@@ -91,9 +91,27 @@ class FullModel:
 
     def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
         """Return the model without memory, on the meta device."""
-        with _on(torch.device("meta"), dtype):
+        # torchtune's builders of quantized models read this global instead of an argument.
+        common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
+        return self.instantiate(cfg, dtype=dtype, device=torch.device("meta"))
+
+    def instantiate(
+        self, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
+    ) -> torch.nn.Module:
+        """Return the configured model on a device, with fused norms if they are configured."""
+        # torchao quantizes weights to NF4 in chunks, to save memory. The meta device has none to
+        # save, and a single chunk is much faster.
+        single_chunk: AbstractContextManager[None] = nullcontext()
+        if device.type == "meta":
+            single_chunk = replaced(nf4tensor, CHUNK_SIZE=2**62)
+        with training.set_default_dtype(dtype), device, single_chunk:
             model: torch.nn.Module = instantiate(self.key, cfg.model)
-        _fuse_norms(model, cfg)
+        if cfg.get("fused_rms_norm", False):
+            for module in model.modules():
+                # Both classes have the same parameters, so changing the class keeps weights and
+                # names.
+                if type(module) is modules.RMSNorm:
+                    module.__class__ = FusedRMSNorm
         return model
 
     def build(
@@ -153,10 +171,6 @@ class FullModel:
 
         :meth:`build` calls it, and so does an estimate of a step's memory.
         """
-
-    def trained(self, model: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters for the optimizer, which skips frozen ones."""
-        return model.parameters()
 
     def state(self, model: torch.nn.Module) -> Mapping[str, torch.Tensor]:
         """Return this rank's shards of the model for a checkpoint, by name."""
@@ -226,19 +240,6 @@ class FusedRMSNorm(modules.RMSNorm):  # type: ignore[misc]
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.scale, self.eps)
 
 
-def _fuse_norms(model: torch.nn.Module, cfg: DictConfig) -> None:
-    """Make torchtune's RMSNorms of a model fused, in place, with `fused_rms_norm`."""
-    if not cfg.get("fused_rms_norm", False):
-        return
-    norms = [module for module in model.modules() if type(module) is modules.RMSNorm]
-    if not norms:
-        remedy = f"{cfg.model._component_} has no RMSNorm of torchtune's; leave it out"
-        raise SettingError("fused_rms_norm", True, remedy)
-    # Both classes have the same parameters, so changing the class keeps weights and names.
-    for norm in norms:
-        norm.__class__ = FusedRMSNorm
-
-
 def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
     """Recompute activations as configured.
 
@@ -256,18 +257,6 @@ def apply_checkpointing(model: torch.nn.Module, cfg: DictConfig) -> None:
 
 
 # --- several ranks
-
-
-@contextmanager
-def _on(device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Context manager: build models on a device with a default dtype."""
-    # torchao quantizes weights to NF4 in chunks, to save memory. The meta device has none to save,
-    # and a single chunk is much faster.
-    single_chunk: AbstractContextManager[None] = nullcontext()
-    if device.type == "meta":
-        single_chunk = replaced(nf4tensor, CHUNK_SIZE=2**62)
-    with training.set_default_dtype(dtype), device, single_chunk:
-        yield
 
 
 def _parameter_device(cfg: DictConfig, device: torch.device) -> torch.device:
@@ -291,10 +280,9 @@ def build_without_weights(
     Raises:
         SettingError: the model is for another recipe, or cannot be sharded as configured.
     """
-    with _on(torch.device("meta") if on_meta else device, dtype):
-        model: torch.nn.Module = instantiate(builder.key, cfg.model)
+    built_on = torch.device("meta") if on_meta else device
+    model = builder.instantiate(cfg, dtype=dtype, device=built_on)
     builder.check(model, cfg)
-    _fuse_norms(model, cfg)
     builder.freeze(model)
     if cfg.compile:
         training.compile_model(model, verbose=distributed.is_rank_zero())
@@ -561,12 +549,6 @@ class AdapterModel(FullModel):
         if has_tensor_parallelism(cfg):
             remedy = "adapters are not divided by tensor parallelism; give 1, and ranks use FSDP"
             raise SettingError("tensor_parallel_dim", cfg.tensor_parallel_dim, remedy)
-
-    def skeleton(self, cfg: DictConfig, *, dtype: torch.dtype) -> torch.nn.Module:
-        """Return the model without memory, on the meta device."""
-        # torchtune's builders of quantized models read this global instead of an argument.
-        common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
-        return super().skeleton(cfg, dtype=dtype)
 
     def freeze(self, model: torch.nn.Module) -> None:
         """Freeze all but the adapters."""

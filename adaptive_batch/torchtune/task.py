@@ -70,6 +70,7 @@ class Task(ABC):
         num_reference_values: numbers of a row that the loss needs from a reference, which may then
             run in separate micro-batches; 0 if the loss needs more, or has no reference.
         ignore_index: label of tokens that are not trained on.
+        losses: losses that are compiled with the model.
     """
 
     fields: ClassVar[tuple[tuple[str, str], ...]]
@@ -83,6 +84,7 @@ class Task(ABC):
     def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
         self.cfg = cfg
         self.loss_fn = loss_fn
+        self.losses: tuple[Any, ...] = (loss_fn,)
 
     # --- rows
 
@@ -106,7 +108,20 @@ class Task(ABC):
         return -(-length // len(self.fields))
 
     def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
-        """Return the rows, one of them padded, so that collation pads all to `length` tokens."""
+        """Return the rows, one of them padded, so that collation pads all to `length` tokens.
+
+        Raises:
+            SettingError: rows have no labels, so that padding would be labelled too.
+        """
+        if length <= max(map(self.length, rows)):
+            return rows
+        # Rows without labels get them from the collate function, which would label the padding too.
+        if any(labels is None for row in rows for _, labels in self.sequences(row)):
+            remedy = (
+                "rows are padded to one length before it makes their labels; have the dataset give"
+                " each row its labels"
+            )
+            raise SettingError("collate_fn", self.cfg.get("collate_fn"), remedy)
         return lengthened(
             rows,
             self.sequence_length(length),
@@ -135,14 +150,19 @@ class Task(ABC):
         return {**row, **self.resized(lists, self.length(row))}
 
     def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
-        """Return a row of `length` tokens, each with a label."""
-        assert not packed, "rows of this task are not packed"
+        """Return a row of `length` tokens, each with a label; a packed one has the keys of
+        torchtune's packed rows.
+        """
         num_tokens = self.sequence_length(length)
-        return {key: [0] * num_tokens for pair in self.fields for key in pair}
+        row: Row = {key: [0] * num_tokens for pair in self.fields for key in pair}
+        if packed:
+            row = {key: torch.tensor(values) for key, values in row.items()}
+            row |= {"input_pos": torch.arange(length), "seq_lens": torch.tensor([length])}
+        return row
 
-    @abstractmethod
     def labelled(self, row: Row) -> Row:
-        """Return a copy of a row with at least one label. A rank without a row runs it."""
+        """Return a row whose loss is defined. A rank without a row runs it."""
+        return row
 
     # --- batches
 
@@ -190,16 +210,22 @@ class Task(ABC):
         """
         return None
 
-    @property
-    def losses(self) -> tuple[Any, ...]:
-        """Losses that are compiled with the model."""
-        return (self.loss_fn,)
-
     @abstractmethod
-    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise SettingError for a loss of another task. Called first without a model, and again
-        with the model on the meta device, which is then checked, too.
+    def check_loss(self) -> None:
+        """Raise SettingError for a loss of another task, and for keys that contradict the task."""
+
+    def check_models(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
+        """Raise SettingError if the loss takes chunks and a model on the meta device cannot return
+        chunks.
         """
+        for key, each in (("model", model), ("teacher_model", second)):
+            cannot_chunk = each is not None and not hasattr(each, "set_num_output_chunks")
+            if takes_chunks(self.loss_fn) and cannot_chunk:
+                remedy = (
+                    f"{component_of(self.cfg[key])} has no set_num_output_chunks, so it cannot"
+                    " return chunks; give a loss without chunks, such as torch.nn.CrossEntropyLoss"
+                )
+                raise SettingError("loss", component_of(self.cfg.loss), remedy)
 
     @abstractmethod
     def prepare(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
@@ -239,37 +265,8 @@ class NextTokens(Task):
 
     def __init__(self, cfg: DictConfig, loss_fn: Any) -> None:
         super().__init__(cfg, loss_fn)
-        # A loss without one is refused by :meth:`check`.
+        # A loss without one is refused by :meth:`check_loss`.
         self.ignore_index = getattr(loss_fn, "ignore_index", CROSS_ENTROPY_IGNORE_IDX)
-
-    def lengthened(self, rows: Sequence[Row], length: int, *, pad_id: int) -> Sequence[Row]:
-        """Return the rows, one of them padded to `length` tokens.
-
-        Raises:
-            SettingError: rows have no labels, so that padding would be labelled too.
-        """
-        if length <= max(map(self.length, rows)):
-            return rows
-        # Rows without labels get them from the collate function, which would label the padding too.
-        if any(row.get("labels") is None for row in rows):
-            remedy = (
-                "rows are padded to one length before it makes their labels; have the dataset give"
-                " each row its labels"
-            )
-            raise SettingError("collate_fn", self.cfg.get("collate_fn"), remedy)
-        return super().lengthened(rows, length, pad_id=pad_id)
-
-    def synthetic_row(self, length: int, *, packed: bool = False) -> Row:
-        """Return a row of `length` tokens; a packed one has the keys of torchtune's packed rows."""
-        if not packed:
-            return super().synthetic_row(length)
-        tokens = torch.zeros(length, dtype=torch.int64)
-        return {
-            "tokens": tokens,
-            "labels": tokens,
-            "input_pos": torch.arange(length),
-            "seq_lens": torch.tensor([length]),
-        }
 
     def labelled(self, row: Row) -> Row:
         """Return the row with every token labelled."""
@@ -293,31 +290,18 @@ class NextTokens(Task):
         """Return the number of label tokens after the shift by one."""
         return count_shifted_labels(batch, self.ignore_index)
 
-    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise SettingError for a loss of another task, and for a loss that takes chunks if a
-        model cannot return chunks.
-        """
-        component = component_of(self.cfg.loss)
+    def check_loss(self) -> None:
+        """Raise SettingError for a loss of another task."""
         if not isinstance(getattr(self.loss_fn, "ignore_index", None), int):
             remedy = (
                 "not a next-token loss: it has no ignore_index (preferences are trained on by `tune"
                 " run adaptive_dpo`, and rewards are not); give"
                 " torchtune.modules.loss.CEWithChunkedOutputLoss or torch.nn.CrossEntropyLoss"
             )
-            raise SettingError("loss", component, remedy)
-        # The first call has no model. User-defined losses are not computed: they may take other
-        # inputs.
-        if model is None and type(self.loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
+            raise SettingError("loss", component_of(self.cfg.loss), remedy)
+        # User-defined losses are not computed: they may take other inputs.
+        if type(self.loss_fn).__module__.startswith(("torch.nn.", "torchtune.")):
             self._check_mean("loss", self.loss_fn, num_models=1)
-        if not takes_chunks(self.loss_fn):
-            return
-        for key, each in (("model", model), ("teacher_model", second)):
-            if each is not None and not hasattr(each, "set_num_output_chunks"):
-                remedy = (
-                    f"{component_of(self.cfg[key])} has no set_num_output_chunks, so it cannot"
-                    " return chunks; give a loss without chunks, such as torch.nn.CrossEntropyLoss"
-                )
-                raise SettingError("loss", component, remedy)
 
     def _check_mean(self, key: str, loss_fn: Any, *, num_models: int) -> None:
         """Compute a loss of random logits. Raise SettingError if it fails, if it is not the mean
@@ -461,10 +445,6 @@ class PreferencePairs(Task):
 
     # --- rows
 
-    def labelled(self, row: Row) -> Row:
-        """Return the pair unchanged, since its loss is defined without labels, too."""
-        return row
-
     def collate_function(self, pad_id: int) -> Collate:
         """Return torchtune's function, which puts the chosen answers before the rejected ones."""
 
@@ -498,19 +478,15 @@ class PreferencePairs(Task):
         """
         key = "ref_checkpointer"
         block = as_dict(self.cfg).get(key)
-        if has_frozen_base and block is not None:
+        if not has_frozen_base:
+            check_block(key, block)
+            return SecondModel(self.cfg, checkpointer_key=key)
+        if block is not None:
             remedy = "the reference of adapters is their base, with adapters disabled; remove it"
             raise SettingError(key, component_of(block), remedy)
-        if has_frozen_base:
-            return None
-        if block is None:
-            problem = "every weight is trained, so the reference is a separate model"
-            remedy = "give the block of checkpointer, with the files of the reference"
-            raise SettingError(key, None, f"{problem}; {remedy}")
-        check_block(key, block)
-        return SecondModel(self.cfg, checkpointer_key=key)
+        return None
 
-    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
+    def check_loss(self) -> None:
         """Raise SettingError for a loss that is not of preference pairs, and for `collate_fn`."""
         cfg = self.cfg
         if not takes_pairs(self.loss_fn):
@@ -549,7 +525,7 @@ class PreferencePairs(Task):
         inputs = dict(batch)
         logits = models.logits(**inputs)
         log_probs = self._log_probs(logits, labels, lengths)
-        batch["logits/chosen"], batch["logits/rejected"] = _mean_logits(logits.detach(), lengths)
+        mean_chosen_logits, mean_rejected_logits = _mean_logits(logits.detach(), lengths)
         # Free the largest tensor before the reference allocates its logits.
         del logits
         if reference_values is None:
@@ -564,12 +540,16 @@ class PreferencePairs(Task):
         losses, chosen_rewards, rejected_rewards = self.loss_fn(
             chosen, rejected, *reference_log_probs.chunk(2)
         )
-        batch["rewards/chosen"] = chosen_rewards.mean()
-        batch["rewards/rejected"] = rejected_rewards.mean()
-        batch["rewards/accuracies"] = (chosen_rewards > rejected_rewards).float().mean()
-        batch["rewards/margins"] = (chosen_rewards - rejected_rewards).mean()
-        batch["log_probs/chosen"] = chosen.detach().mean()
-        batch["log_probs/rejected"] = rejected.detach().mean()
+        batch |= {
+            "rewards/chosen": chosen_rewards.mean(),
+            "rewards/rejected": rejected_rewards.mean(),
+            "rewards/accuracies": (chosen_rewards > rejected_rewards).float().mean(),
+            "rewards/margins": (chosen_rewards - rejected_rewards).mean(),
+            "log_probs/chosen": chosen.detach().mean(),
+            "log_probs/rejected": rejected.detach().mean(),
+            "logits/chosen": mean_chosen_logits,
+            "logits/rejected": mean_rejected_logits,
+        }
         loss: torch.Tensor = losses.mean()
         return loss
 
@@ -697,30 +677,24 @@ class Distillation(NextTokens):
         self.kd_ratio = 0.5 if ratio is None else ratio
         fraction("kd_ratio", self.kd_ratio)
         self.kd_loss_fn = instantiate("kd_loss", cfg.kd_loss)
-
-    # --- model and loss
+        self.losses = (self.loss_fn, self.kd_loss_fn)
 
     def second_model(self, *, has_frozen_base: bool) -> SecondModel:
         """Return the teacher."""
         return SecondModel(self.cfg, key="teacher_model", checkpointer_key="teacher_checkpointer")
 
-    @property
-    def losses(self) -> tuple[Any, ...]:
-        """The losses that are compiled with the model."""
-        return (self.loss_fn, self.kd_loss_fn)
-
-    def check(self, model: torch.nn.Module | None, second: torch.nn.Module | None = None) -> None:
-        """Raise SettingError for losses that do not fit together, and for a teacher with another
-        vocabulary.
-        """
-        super().check(model, second)
+    def check_loss(self) -> None:
+        """Raise SettingError for losses that do not fit together."""
+        super().check_loss()
         kd_ignore_index = getattr(self.kd_loss_fn, "ignore_index", self.ignore_index)
         if kd_ignore_index != self.ignore_index:
             remedy = f"loss ignores the label {self.ignore_index}, and both must; give that"
             raise SettingError("kd_loss.ignore_index", kd_ignore_index, remedy)
-        if model is None:
-            self._check_mean("kd_loss", self.kd_loss_fn, num_models=2)
-            return
+        self._check_mean("kd_loss", self.kd_loss_fn, num_models=2)
+
+    def check_models(self, model: torch.nn.Module, second: torch.nn.Module | None) -> None:
+        """Raise SettingError for a teacher with another vocabulary."""
+        super().check_models(model, second)
         # Each is None if unknown.
         student_size = num_token_embeddings(model)
         teacher_size = None if second is None else num_token_embeddings(second)

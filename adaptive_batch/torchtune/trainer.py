@@ -142,7 +142,8 @@ class Trainer:
             ),
         )
         build_optimizer = new_optimizer or job.new_optimizer
-        parameters = job.builder.trained(model)
+        # The optimizer skips frozen parameters.
+        parameters = model.parameters()
         self.in_backward: OptimizerInBackward | None = None
         if settings.optimizer_in_bwd:
             by_parameter = {

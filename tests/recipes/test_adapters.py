@@ -142,8 +142,8 @@ def test_a_chunked_loss_is_refused_for_a_model_without_output_chunks():
     )
     chunked = torchtune.modules.loss.CEWithChunkedOutputLoss()
     with pytest.raises(SettingError, match=r"mine\.Own has no set_num_output_chunks.*CrossEntropy"):
-        NextTokens(cfg, chunked).check(torch.nn.Linear(1, 1))
-    NextTokens(cfg, torch.nn.CrossEntropyLoss()).check(torch.nn.Linear(1, 1))
+        NextTokens(cfg, chunked).check_models(torch.nn.Linear(1, 1), None)
+    NextTokens(cfg, torch.nn.CrossEntropyLoss()).check_models(torch.nn.Linear(1, 1), None)
 
 
 FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune

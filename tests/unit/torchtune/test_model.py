@@ -6,7 +6,6 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules import RMSNorm
 
-from adaptive_batch import SettingError
 from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm
 
 LLAMA = {
@@ -39,14 +38,3 @@ def test_all_norms_of_a_model_are_replaced_and_keep_their_weights():
     norms = [type(module) for module in fused.modules() if isinstance(module, RMSNorm)]
     assert norms == [FusedRMSNorm] * 5
     assert list(fused.state_dict()) == list(plain.state_dict())
-
-
-def test_a_model_without_such_norms_is_refused_before_weights_load():
-    cfg = OmegaConf.create(
-        {"model": {"_component_": "torch.nn.Linear", "in_features": 4, "out_features": 4}}
-    )
-    cfg.fused_rms_norm = True
-    with pytest.raises(
-        SettingError, match=r"^fused_rms_norm=True: torch\.nn\.Linear has no RMSNorm of torchtune's"
-    ):
-        FullModel().skeleton(cfg, dtype=torch.float32)

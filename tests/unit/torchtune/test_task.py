@@ -245,7 +245,7 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
         ("LoRA", {"loss": {"_component_": "torch.nn.CrossEntropyLoss"}}, "loss", "not a loss of"),
         ("LoRA", {"collate_fn": "torchtune.data.padded_collate_sft"}, "collate_fn", "remove it"),
         ("full", {"tensor_parallel_dim": 2}, "tensor_parallel_dim", "give 1, and ranks divide"),
-        ("full", {"ref_checkpointer": None}, "ref_checkpointer", "a separate model"),
+        ("full", {"ref_checkpointer": None}, "ref_checkpointer", "give a block with _component_"),
         ("LoRA", {"ref_checkpointer": {"_component_": "x"}}, "ref_checkpointer", "their base"),
         ("full", {"ref_checkpointer": "mine"}, "ref_checkpointer", "give a block with _component_"),
     ],
@@ -277,7 +277,7 @@ def mean_of_batch(
 )
 def test_a_loss_that_is_not_one_of_pairs_is_refused(loss, says):
     with pytest.raises(SettingError, match=says):
-        PreferencePairs(config_of_pairs("LoRA"), loss).check(None)
+        PreferencePairs(config_of_pairs("LoRA"), loss).check_loss()
 
 
 CHUNKED = {
