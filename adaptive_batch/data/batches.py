@@ -13,11 +13,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import count
+from adaptive_batch._util import check_choice, count
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.schedules import (
+    UNITS,
     ClampedBatch,
-    Clock,
     EpochPlan,
     Pace,
     Progress,
@@ -460,9 +460,7 @@ class Batches(Sampler[list[int]]):
             return Pace(self.constant_epoch, self.constant_epoch)
         return Pace(self.constant_epoch, self.plan)
 
-    def couple(
-        self, lr_scheduler: LRScheduler | None, *, lr_clock: Clock | str = "samples"
-    ) -> None:
+    def couple(self, lr_scheduler: LRScheduler | None, *, lr_clock: str = "samples") -> None:
         """Couple a schedule that follows the learning rate, such as `seesaw`, to the rate's own.
 
         Both read one clock, that of an epoch of the constant batch, so that the rate's schedule
@@ -475,16 +473,16 @@ class Batches(Sampler[list[int]]):
         Raises:
             SettingError: a scheduler or a clock that it cannot follow.
         """
-        clock = lr_clock if isinstance(lr_clock, Clock) else Clock.from_config(lr_clock)
+        check_choice("lr_clock", lr_clock, UNITS)
         rate_left_at = relative_decay(schedule_factor(lr_scheduler))
 
         def decay(progress: Progress) -> float:
             of_constant_batch = replace(
                 progress, pace=Pace(self.constant_epoch, self.constant_epoch)
             )
-            return rate_left_at(elapsed_steps(clock.decay, of_constant_batch))
+            return rate_left_at(elapsed_steps(lr_clock, of_constant_batch))
 
-        self.batching = self.batching.coupled(decay, clock)
+        self.batching = self.batching.coupled(decay, lr_clock)
         self._set_epoch(self._plan_epoch(self._progress))
 
     # --- ahead of training

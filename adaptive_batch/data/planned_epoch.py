@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import base64
 import math
+import reprlib
 import zlib
-from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -29,9 +28,6 @@ from adaptive_batch.schedules import (
 )
 
 from .sampling import Batching, RowOrder, row_order
-
-# Most rows that are Python numbers at one time: tensors take a quarter of the memory.
-_CHUNK = 65_536
 
 
 class Rows(Protocol):
@@ -190,7 +186,7 @@ class PlannedEpoch:
     @cached_property
     def _token_plan(self) -> EpochPlan:
         """The trained steps of an epoch by tokens, without those that its end cuts off."""
-        return EpochPlan.from_sizes(self.token_steps.sizes.tolist(), **self.batching.ends)
+        return EpochPlan.from_sizes(self.token_steps.sizes, **self.batching.ends)
 
     # --- steps
 
@@ -325,21 +321,16 @@ class PlannedEpoch:
         a dropped last step.
         """
         steps = self.token_steps
-        too_long = f"of more than batch_tokens={self.batching.batch_tokens}"
-        dropped = {too_long: steps.dropped.tolist()}
+        dropped = {f"of more than batch_tokens={self.batching.batch_tokens}": steps.dropped}
         if self.batching.drop_last:
             # EpochPlan.from_sizes drops the last step, whether it is full or not.
-            dropped["of the last step (drop_last)"] = steps.split()[-1].tolist()
+            dropped["of the last step (drop_last)"] = steps.split()[-1]
         for description, rows in dropped.items():
-            if not rows:
-                continue
-            rows.sort()
-            numbers = ", ".join(map(str, rows[:10]))
-            if len(rows) > 10:
-                numbers += ", ..."
-            verb = "is" if len(rows) == 1 else "are"
-            message = f"{count(len(rows), 'row')} {description} {verb} dropped: {numbers}"
-            yield f"epoch {self.planned_at.epoch}: {message}", rows
+            if len(rows):
+                numbers = sorted(rows.tolist())
+                dropped_rows = f"{count(len(rows), 'row')} {description} dropped"
+                epoch = self.planned_at.epoch
+                yield f"epoch {epoch}: {dropped_rows}: {reprlib.repr(numbers)}", numbers
 
 
 # --- steps by tokens
@@ -351,34 +342,23 @@ class TokenSteps:
 
     Attributes:
         rows: int64 ``[kept rows]``, row numbers in the order of use, each once.
-        sizes: int64 ``[steps]``, rows of each step.
+        sizes: rows of each step.
         budgets: requested tokens of each step on one device.
         dropped: int64, numbers of the rows that are in no step (``long_rows="drop"``).
     """
 
     rows: torch.Tensor
-    sizes: torch.Tensor
+    sizes: list[int]
     budgets: list[int]
     dropped: torch.Tensor
 
-    def __len__(self) -> int:
-        return len(self.sizes)
-
     def split(self) -> Sequence[torch.Tensor]:
         """Return the row numbers of each step."""
-        return torch.split(self.rows, self.sizes.tolist())
-
-
-class _FilledStep(NamedTuple):
-    """Rows and real tokens of a step over all ranks, and its requested tokens on one device."""
-
-    rows: int
-    tokens: int
-    budget: int
+        return torch.split(self.rows, self.sizes)
 
 
 def fill_steps(
-    lengths: Sequence[int] | torch.Tensor,
+    lengths: torch.Tensor,
     budget: int | Schedule,
     *,
     order: torch.Tensor,
@@ -397,7 +377,7 @@ def fill_steps(
     than its budget. The last step has the remaining rows, which may be fewer than `min_rows`.
 
     Args:
-        lengths: int ``[rows]``, tokens of each row, 1 or more.
+        lengths: int64 ``[rows]``, tokens of each row, 1 or more.
         budget: most tokens of a step on one device, if it has more than `min_rows` rows: a number,
             or a function of progress that is called at the beginning of each step.
         order: int64, row numbers in the order of their use, each at most once.
@@ -406,161 +386,78 @@ def fill_steps(
         min_rows: fewest rows of a step on all devices, except the last.
         max_rows: most rows of a step on all devices; None for no limit.
         long_rows: treatment of a row that alone has more tokens than a step. ``error``: refuse each
-            budget below the longest row of the epoch. ``drop``: the row waits for a budget that
-            holds it, and is dropped only if none comes before the epoch ends. ``alone``: the row is
-            a step by itself.
+            budget below the longest row of the epoch. ``drop``: leave it out; only with a budget
+            that is a number. ``alone``: the row is a step by itself.
         divisible: whether the number of rows of each step but the last is a multiple of a power of
             two of 1/16 to 1/8 of it, so that the step divides into equal micro-batches. A step then
             has up to 1/8 fewer rows than would fit, but not fewer than `min_rows`.
 
     Raises:
-        SettingError: a row is too long, or the shortest `min_rows` rows do not fit in one step. The
-            message names the configured keys.
-        GrowthFunctionError: the function failed, or gives another answer when it is called again.
+        SettingError: a row is too long. The message names the configured key.
+        GrowthFunctionError: the function failed, or gives other answers when it is called again.
     """
-    lengths = torch.as_tensor(lengths, dtype=torch.int64)
     if len(lengths) and int(lengths.min()) < 1:
         row = int(lengths.argmin())
         raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
+    is_dropped = torch.zeros(len(order), dtype=torch.bool)
+    if long_rows == "drop":
+        assert isinstance(budget, int), "long_rows=drop is refused with a schedule"
+        is_dropped = lengths[order] > budget * ranks
+    kept = order[~is_dropped]
     longest = 0
-    if len(order):
-        longest = int(lengths[order].max())
-    kept = order
-    if isinstance(budget, int):
-        if long_rows == "drop":
-            # All steps have this budget, so a longer row would fit in none of them.
-            kept = order[lengths[order] <= budget * ranks]
-        _check_min_rows(lengths[kept], budget * ranks, min_rows)
+    if len(kept):
+        longest = int(lengths[kept].max())
+    # Tokens of the rows before each row of `kept`, and of all of them.
+    tokens_before = torch.cat([kept.new_zeros(1), lengths[kept].cumsum(0)])
 
-    filler = _Filler(
-        lengths[kept],
-        min_rows=min_rows,
-        max_rows=max_rows,
-        drops_long_rows=long_rows == "drop",
-        divisible=divisible,
-    )
-    begin = begin or Progress()
-    progress = begin
-    # Places in `kept` of the rows of all steps, in the order of their use.
-    places = array("q")
-    steps: list[_FilledStep] = []
-    while filler.has_rows:
-        if isinstance(budget, int):
+    def divide() -> tuple[list[int], list[int]]:
+        """Return the rows and the budget of each step."""
+        sizes: list[int] = []
+        budgets: list[int] = []
+        progress = begin or Progress()
+        first = 0
+        while first < len(kept):
             step_budget = budget
-        else:
-            step_budget = request_batch(budget, progress, maximum=None).after
-        if long_rows == "error" and longest > step_budget * ranks:
-            key = "batch_tokens" if isinstance(budget, int) else KEY
-            row = int(order[lengths[order].argmax()])
-            needed = math.ceil(longest / ranks)
-            remedy = (
-                f"row {row} alone has {longest} tokens; give {needed} or more at step"
-                f" {progress.steps}, or set long_rows to drop or alone"
-            )
-            raise SettingError(key, step_budget, remedy)
-        new_places, tokens = filler.next_step(step_budget * ranks)
-        # No row is in the step if all that are left are too long for it and wait for a larger one.
-        if new_places:
-            places.extend(new_places)
-            step = _FilledStep(len(new_places), tokens, step_budget)
-            steps.append(step)
-            progress = progress.after_step(rows=step.rows, tokens=tokens, batch=step_budget)
-    if not isinstance(budget, int):
-        _check_answers(budget, begin, steps)
-    used = kept[torch.tensor(places, dtype=torch.int64)]
-    is_dropped = torch.ones(len(lengths), dtype=torch.bool)
-    is_dropped[used] = False
-    sizes = torch.tensor([step.rows for step in steps], dtype=torch.int64)
-    return TokenSteps(used, sizes, [step.budget for step in steps], order[is_dropped[order]])
-
-
-def _check_min_rows(lengths: torch.Tensor, max_tokens: int, min_rows: int) -> None:
-    """Raise SettingError if even the shortest `min_rows` rows do not fit in one step."""
-    if 1 < min_rows <= len(lengths):
-        needed = int(torch.topk(lengths, min_rows, largest=False).values.sum())
-        if needed > max_tokens:
-            remedy = (
-                f"the {min_rows} shortest rows have {needed} tokens, and {max_tokens} are allowed;"
-                " lower one, or raise the other"
-            )
-            raise SettingError("min_rows_per_batch", min_rows, remedy)
-
-
-def _check_answers(rule: Schedule, progress: Progress, steps: Sequence[_FilledStep]) -> None:
-    """Raise GrowthFunctionError if a schedule gives other answers when it is called again."""
-    for step in steps:
-        again = request_batch(rule, progress, maximum=None).after
-        if again != step.budget:
-            raise GrowthFunctionError(
-                f"{KEY} {rule!r} returned {step.budget}, and {again} when called again: with"
-                " batch_tokens it must be a function of progress alone"
-            )
-        progress = progress.after_step(rows=step.rows, tokens=step.tokens, batch=step.budget)
-
-
-class _Filler:
-    """Fills one step after the other with rows, see :func:`fill_steps`. A row is a tuple of its
-    place in the order and its tokens.
-
-    Attributes:
-        has_rows: whether a row is left for another step.
-    """
-
-    def __init__(
-        self,
-        lengths: torch.Tensor,
-        *,
-        min_rows: int,
-        max_rows: int | None,
-        drops_long_rows: bool,
-        divisible: bool,
-    ) -> None:
-        self.has_rows = len(lengths) > 0
-        self._min_rows = min_rows
-        self._max_rows = max_rows
-        self._drops_long_rows = drops_long_rows
-        self._divisible = divisible
-        chunks = (lengths[first : first + _CHUNK] for first in range(0, len(lengths), _CHUNK))
-        # Rows that no step has looked at yet.
-        self._new_rows = enumerate(chain.from_iterable(chunk.tolist() for chunk in chunks))
-        # Rows that an earlier step has passed over. They come first.
-        self._waiting: list[tuple[int, int]] = []
-
-    def next_step(self, budget: int) -> tuple[list[int], int]:
-        """Return the places of the rows of the next step, and their tokens."""
-        step: list[tuple[int, int]] = []
-        tokens = 0
-        too_long: list[tuple[int, int]] = []
-        waiting = iter(self._waiting)
-        # Without a `break`, this step takes all rows that are left, and those in `too_long` are
-        # dropped, as no step follows.
-        self.has_rows = False
-        for row in chain(waiting, self._new_rows):
-            _, row_tokens = row
-            if self._drops_long_rows and row_tokens > budget:
-                too_long.append(row)
-                continue
-            is_full = tokens + row_tokens > budget or len(step) == self._max_rows
+            if not isinstance(step_budget, int):
+                step_budget = request_batch(step_budget, progress, maximum=None).after
+            if long_rows == "error" and longest > step_budget * ranks:
+                key = "batch_tokens" if isinstance(budget, int) else KEY
+                row = int(order[lengths[order].argmax()])
+                remedy = (
+                    f"row {row} alone has {longest} tokens; give {math.ceil(longest / ranks)} or"
+                    f" more at step {progress.steps}, or set long_rows to drop or alone"
+                )
+                raise SettingError(key, step_budget, remedy)
+            most_tokens = tokens_before[first] + step_budget * ranks
+            end = int(torch.searchsorted(tokens_before, most_tokens, right=True)) - 1
+            rows = end - first
+            if max_rows is not None:
+                rows = min(rows, max_rows)
             # A step may exceed its budget to have its minimum of rows.
-            if is_full and len(step) >= self._min_rows:
-                num_kept = self._divisible_rows(len(step))
-                rest = step[num_kept:]
-                step = step[:num_kept]
-                tokens -= sum(length for _, length in rest)
-                # Sort by place, so that the next step takes the rows in their order. `waiting` has
-                # only the rows that this loop did not reach.
-                self._waiting = sorted([*too_long, *rest, row, *waiting])
-                self.has_rows = True
-                break
-            step.append(row)
-            tokens += row_tokens
-        return [place for place, _ in step], tokens
+            rows = max(rows, min_rows)
+            if first + rows >= len(kept):
+                rows = len(kept) - first
+            elif divisible:
+                rows = _divisible_rows(rows, min_rows)
+            tokens = int(tokens_before[first + rows] - tokens_before[first])
+            progress = progress.after_step(rows=rows, tokens=tokens, batch=step_budget)
+            sizes.append(rows)
+            budgets.append(step_budget)
+            first += rows
+        return sizes, budgets
 
-    def _divisible_rows(self, rows: int) -> int:
-        """Return `rows`, or with `divisible` up to an eighth fewer."""
-        if not self._divisible:
-            return rows
-        # The largest power of two that is at most an eighth of the rows, but at least 1.
-        multiple = 1 << max(0, rows.bit_length() - 4)
-        fewer = rows - rows % multiple
-        return fewer if fewer >= self._min_rows else rows
+    sizes, budgets = divide()
+    if not isinstance(budget, int) and divide() != (sizes, budgets):
+        raise GrowthFunctionError(
+            f"{KEY} {budget!r} returned other batches when it was called again: with batch_tokens"
+            " it must be a function of progress alone"
+        )
+    return TokenSteps(kept, sizes, budgets, order[is_dropped])
+
+
+def _divisible_rows(rows: int, min_rows: int) -> int:
+    """Return up to an eighth fewer rows, so that a step divides into equal micro-batches."""
+    # The largest power of two that is at most an eighth of the rows, but at least 1.
+    multiple = 1 << max(0, rows.bit_length() - 4)
+    fewer = rows - rows % multiple
+    return fewer if fewer >= min_rows else rows

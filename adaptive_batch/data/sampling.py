@@ -15,7 +15,7 @@ import torch
 
 from adaptive_batch._util import check_choice, check_options, check_whole, one_of, option
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Clock, Progress, ReferenceBatch, Schedule, Seesaw
+from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw
 
 ORDERS = ("dataloader", "random", "seqlen")
 LONG_ROWS = ("error", "drop", "alone")
@@ -43,7 +43,8 @@ class Sampling:
             have more than `batch_tokens` tokens. The last step of an epoch may have fewer rows.
         max_rows_per_batch: maximum number of rows in a step with `batch_tokens`.
         long_rows: handling of a row with more than `batch_tokens` tokens. `error`: end the run.
-            `drop`: leave the row out and log it. `alone`: train the row in a separate step.
+            `drop`: leave the row out and log it; not with
+            `batch_size_schedule`. `alone`: train the row in a separate step.
         grow_beyond_maximum: whether a growing batch may exceed the maximum batch size. `True`: a
             larger batch runs as several micro-batches. `False`: the batch is limited to the
             maximum, and a line is logged.
@@ -118,23 +119,29 @@ class Batching(Sampling):
                 "batch_increase_function is set too, and both set how the batch grows; remove one"
             )
             raise SettingError("batch_size_schedule", self.batch_size_schedule, remedy)
+        if self.long_rows == "drop" and self.batch_size_schedule is not None:
+            remedy = (
+                "with batch_size_schedule a row may be too long for some steps only; give error or"
+                " alone, or filter long rows out of the dataset"
+            )
+            raise SettingError("long_rows", "drop", remedy)
 
-    def coupled(self, decay: Callable[[Progress], float], clock: Clock) -> Batching:
+    def coupled(self, decay: Callable[[Progress], float], lr_clock: str) -> Batching:
         """Return this batching with its schedule coupled to the learning rate.
 
         Args:
             decay: share of the rate that is left, as a function of progress.
-            clock: clock that `decay` reads.
+            lr_clock: unit of the clock that `decay` reads.
 
         Raises:
-            SettingError: the clock counts steps or two units, or an epoch ends by steps. The
-                schedule takes fewer steps for the same data, so steps do not measure it.
+            SettingError: the clock counts steps, or an epoch ends by steps. The schedule takes
+                fewer steps for the same data, so steps do not measure it.
         """
         rule = self.batch_size_schedule
         assert isinstance(rule, Seesaw)
-        if clock.warmup != clock.decay or clock.decay == "steps":
+        if lr_clock == "steps":
             remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
-            raise SettingError("lr_clock", str(clock), remedy)
+            raise SettingError("lr_clock", lr_clock, remedy)
         if self.max_steps_per_epoch is not None:
             remedy = (
                 f"{rule} takes fewer steps for the same data, so that these would be more of it;"

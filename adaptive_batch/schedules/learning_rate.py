@@ -1,5 +1,8 @@
 """The learning rate: its clock, its schedule, and how it, beta2 and weight decay follow the batch.
 
+The clock of a schedule is in units of the steps that a constant batch would have taken. So a
+growing batch neither stretches nor cuts the schedule.
+
 The values of each step are computed from the unscaled ones, so rounding does not accumulate.
 """
 
@@ -31,104 +34,15 @@ _GROUP_KEYS = {"beta2": "betas", "weight_decay": "weight_decay"}
 Scale = Callable[[Optimizer, dict[str, Any]], dict[str, Any]]
 
 
-@dataclass(frozen=True)
-class Clock:
-    """The units of a schedule's clock: one until `num_warmup_steps` are over, one afterwards."""
-
-    warmup: str = "samples"
-    decay: str = "samples"
-
-    @classmethod
-    def from_config(cls, value: object) -> Clock:
-        """Read the key `lr_clock`.
-
-        Raises:
-            SettingError: the value is neither a unit nor a block of two units.
-        """
-        units: dict[str, Any] = {"warmup": value, "decay": value}
-        if isinstance(value, Mapping):
-            units = dict(value)
-        units = {key: "samples" if unit is None else unit for key, unit in units.items()}
-        has_only_known_keys = units.keys() <= {"warmup", "decay"}
-        has_only_known_units = all(unit in UNITS for unit in units.values())
-        if not (has_only_known_keys and has_only_known_units):
-            remedy = (
-                f"give one of {', '.join(UNITS)}, or a block such as {{warmup: steps, decay:"
-                " tokens}"
-            )
-            raise SettingError("lr_clock", value, remedy)
-        return cls(**units)
-
-    def __str__(self) -> str:
-        if self.warmup == self.decay:
-            return self.decay
-        return f"warm-up in {self.warmup}, decay in {self.decay}"
-
-    @property
-    def counts_tokens(self) -> bool:
-        """True if the clock needs the number of tokens in an epoch."""
-        return "tokens" in (self.warmup, self.decay)
-
-
-class TrainingClock:
-    """The time of the learning-rate schedule: the step that training with a constant batch would
-    have reached.
-
-    In samples or tokens, it is the number of trained epochs, fractions included, times the steps
-    per epoch of the constant batch. So a growing batch neither stretches nor cuts the schedule.
-    With a constant batch (in tokens: if all steps have the same number), the time is exactly the
-    number of optimizer steps. In steps, it always is.
-
-    Args:
-        clock: units of the clock; None for samples.
-        warmup_steps: warm-up steps of the scheduler.
-        total_steps: total steps of the scheduler.
-    """
-
-    def __init__(
-        self, clock: Clock | None = None, *, warmup_steps: int = 0, total_steps: int = 0
-    ) -> None:
-        self._clock = clock or Clock()
-        self._warmup_steps = warmup_steps
-        self._total_steps = total_steps
-        self._warmup_ended_at: float | None = None
-
-    def at(self, progress: Progress) -> float:
-        """Return the time before a step.
-
-        The warm-up's clock gives the time of the warm-up. Then the decay's clock runs at the speed
-        at which the schedule ends when training ends.
-        """
-        decay_time = elapsed_steps(self._clock.decay, progress)
-        if self._clock.warmup == self._clock.decay:
-            return decay_time
-        warmup_time = elapsed_steps(self._clock.warmup, progress)
-        if warmup_time < self._warmup_steps:
-            return warmup_time
-        if self._warmup_ended_at is None:
-            self._warmup_ended_at = decay_time
-        steps_left_in_training = self._total_steps - self._warmup_ended_at
-        if steps_left_in_training <= 0:
-            return decay_time
-        steps_left_in_schedule = self._total_steps - self._warmup_steps
-        since_warmup = decay_time - self._warmup_ended_at
-        return self._warmup_steps + since_warmup * steps_left_in_schedule / steps_left_in_training
-
-    def state_dict(self) -> dict[str, float | None]:
-        """Return the time of the decay's clock at the end of the warm-up."""
-        return {"warmup_ended_at": self._warmup_ended_at}
-
-    def load_state_dict(self, state: Mapping[str, float | None]) -> None:
-        """Resume from a saved state."""
-        self._warmup_ended_at = state["warmup_ended_at"]
-
-
 def elapsed_steps(unit: str, progress: Progress) -> float:
     """Return the progress of training in steps of a constant batch.
 
+    With a constant batch (in tokens: if all steps have the same number), this is exactly the number
+    of optimizer steps.
+
     Args:
-        unit: ``steps`` counts optimizer steps; ``samples`` and ``tokens`` measure the trained
-            fraction of an epoch.
+        unit: ``steps`` counts optimizer steps. ``samples`` and ``tokens`` count the trained epochs,
+            fractions included, times the steps per epoch of the constant batch.
         progress: progress of training; samples and tokens need its `pace`.
     """
     if unit == "steps":

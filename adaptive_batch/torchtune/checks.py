@@ -270,16 +270,6 @@ _RULES: tuple[_Rule, ...] = (
         lambda s, c: s.batch_size_schedule is not None and s.gradient_accumulation_steps > 1,
         "batch_size_schedule gives the rows of a whole step; set it to 1",
     ),
-    (
-        "lr_clock",
-        lambda s, c: (
-            c.get("lr_scheduler")
-            and s.lr_clock.warmup != s.lr_clock.decay
-            and not values_at(c, "lr_scheduler.num_warmup_steps")
-        ),
-        "a warm-up in another unit needs a scheduler with num_warmup_steps, such as"
-        " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup; give one unit for both",
-    ),
 )
 
 _STEPPED = "each micro-batch is stepped as it comes, so a step is one; remove it"

@@ -365,7 +365,7 @@ class Data:
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
         # If training needs the lengths, measure them now: this refuses a row that the model does
         # not take.
-        if settings.uniform_micro_batches or settings.lr_clock.counts_tokens:
+        if settings.uniform_micro_batches or settings.lr_clock == "tokens":
             _ = self.dataset.lengths
         max_tokens = settings.micro_batch_tokens
         if isinstance(max_tokens, int):
@@ -386,7 +386,7 @@ class Data:
         settings = self._settings
         # `drop_last` drops one step, which may be the only one.
         num_dropped = 1 if settings.drop_last else 0
-        if len(self._first_epoch().token_steps) <= num_dropped:
+        if len(self._first_epoch().token_steps.sizes) <= num_dropped:
             remedy = (
                 "no step of an epoch is trained: every row has more tokens, or drop_last drops the"
                 " only step; change it, long_rows or drop_last"

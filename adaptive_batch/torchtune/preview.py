@@ -135,8 +135,8 @@ class TrainingPreview:
         if settings.grows or settings.preview:
             stages = self._stages(with_details=True)
         schedule_steps = settings.epochs * batches.constant_epoch.steps
-        # With lr_clock decay=steps, the rate counts real steps. A growing batch has fewer of them.
-        if settings.lr_clock.decay == "steps" and progress.epoch < settings.epochs:
+        # With lr_clock=steps, the rate counts real steps. A growing batch has fewer of them.
+        if settings.lr_clock == "steps" and progress.epoch < settings.epochs:
             # A resumed run without changes keeps its number of steps, so that the learning rate
             # does not jump.
             if self._resumed.keeps_steps:
@@ -208,13 +208,7 @@ class TrainingPreview:
             saved=self._resumed.state_of("learning_rate"),
         )
 
-        # With two units, the rate depends on where the warm-up ended. Only a rate that is set at
-        # every step knows this, and here it is set at the ends of stages.
-        has_two_units = settings.lr_clock.warmup != settings.lr_clock.decay
-
         def rates(step: StepAhead) -> dict[str, float]:
-            if has_two_units:
-                return {}
             batch = step.tokens if rate.counts_tokens else step.rows
             return rate.apply(step.progress, batch=batch)
 
@@ -234,13 +228,11 @@ class TrainingPreview:
             for stage, (first, last) in zip(stages, ends, strict=True)
         ]
         notes = [*self._notes]
-        if has_two_units:
-            notes.append("learning rates are not shown, since lr_clock has two units")
         if len(stages) > 2 * SHOWN:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
-        if settings.lr_clock.decay == "steps" and self._job.cfg.get("lr_scheduler", None):
+        if settings.lr_clock == "steps" and self._job.cfg.get("lr_scheduler", None):
             notes.append(f"the schedule of the learning rate ends at step {plan.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append(

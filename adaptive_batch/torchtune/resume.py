@@ -148,7 +148,7 @@ class ResumedRun:
                 batch_size=self.conditions["batch_size"],
             ),
             sizer,
-            counts_tokens=settings.lr_clock.counts_tokens,
+            counts_tokens=settings.lr_clock == "tokens",
             event=event,
         )
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
@@ -403,7 +403,7 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {
-        "lr_clock": str(settings.lr_clock),
+        "lr_clock": settings.lr_clock,
         "reference_batch_size": str(
             settings.reference_batch_size or settings.global_batch(job.ranks)
         ),

@@ -21,7 +21,7 @@ from adaptive_batch.memory import check_device_memory, parse_size
 from adaptive_batch.probe import needs_times
 from adaptive_batch.schedules import (
     RULES,
-    Clock,
+    UNITS,
     ReferenceBatch,
     Schedule,
     check_increment,
@@ -209,8 +209,7 @@ class Settings(Batching):
         scale_with_batch: other optimizer settings that follow the batch: `{beta2: half_life}`,
             `{weight_decay: per_token}` or both. See [below](#what-follows-the-batch).
         lr_clock: unit in which `lr_scheduler` measures the progress of training: `samples`,
-            `tokens` or `steps`. For warm-up and decay in different units, give `{warmup: steps,
-            decay: tokens}`. See [below](#the-learning-rates-clock).
+            `tokens` or `steps`. See [below](#the-learning-rates-clock).
         dataset_val: dataset block for validation, or a list of such blocks.
         run_val_every_n_steps: number of optimizer steps between two validations. Each validation
             logs `val_loss`.
@@ -274,13 +273,7 @@ class Settings(Batching):
         needs=("lr_scaling=linear", "lr_scaling=sqrt", "scale_with_batch"),
     )
     scale_with_batch: Mapping[str, str] | None = option(None, parse_scaled_options, resume="report")
-    lr_clock: Clock = option(
-        Clock(),
-        lambda name, value: Clock.from_config(value),
-        shown="`samples`",
-        resume="refuse",
-        needs=("lr_scheduler",),
-    )
+    lr_clock: str = option("samples", one_of(*UNITS), resume="refuse", needs=("lr_scheduler",))
     # check_together checks the blocks.
     dataset_val: Any = option(None, lambda name, value: None, needs=("run_val_every_n_steps",))
     run_val_every_n_steps: int | None = option(None, check_whole)

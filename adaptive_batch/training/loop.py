@@ -38,7 +38,7 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Clock, Progress, ReferenceBatch, Schedule, Seesaw, rate_rule
+from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw, rate_rule
 
 from .bound_search import ProbeOptions
 from .model_checks import check_parameters
@@ -136,7 +136,6 @@ class AdaptiveLoop:
             rows_of_step = check_whole("batch_size", batch_size, remedy=remedy)
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
-        clock = Clock.from_config(options.lr_clock)
         rows = DatasetAdapter(dataset, row_length)
         self._event = options.event
         self._step = RowStep(
@@ -153,7 +152,7 @@ class AdaptiveLoop:
         self._batches = AdaptiveBatches(
             rows,
             rows_of_step,
-            row_length=rows.length if clock.counts_tokens else None,
+            row_length=rows.length if options.lr_clock == "tokens" else None,
             maximum=self._step.sizer,
             batch_increase_function=batch_increase_function,
             batch_size_schedule=batch_size_schedule,
@@ -180,7 +179,7 @@ class AdaptiveLoop:
             lr_scheduler,
             lr_scaling=lr_scaling,
             reference_batch_size=reference,
-            lr_clock=clock,
+            lr_clock=options.lr_clock,
             scale_with_batch=options.scale_with_batch,
         )
         self.learning_rate: float | None = None
@@ -191,7 +190,7 @@ class AdaptiveLoop:
             "batch_size": batch_size,
             "reference_batch_size": reference_batch_size,
             "lr_scaling": lr_scaling,
-            "lr_clock": str(clock),
+            "lr_clock": options.lr_clock,
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
         # Whether optimizer.step() is due after the last run().

@@ -17,10 +17,10 @@ from adaptive_batch._util import check_built_alike, check_choice, check_state
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     RULES,
-    Clock,
+    UNITS,
     Progress,
     ReferenceBatch,
-    TrainingClock,
+    elapsed_steps,
     factors_at,
     follows_clock,
     parse_reference,
@@ -58,8 +58,7 @@ class AdaptiveRate:
             growing batch then does not stretch the schedule.
         scale_with_batch: other values to scale: ``{"beta2": "half_life", "weight_decay":
             "per_token"}`` or one of them.
-        warmup_steps: warm-up steps of the scheduler; used by a :class:`Clock` of two units.
-        total_steps: total steps of the scheduler; used by a :class:`Clock` of two units.
+        total_steps: total steps of the scheduler, which the state keeps for a resumed run.
 
     Attributes:
         reference: global batch for which the rates were chosen. A resumed run takes it from the
@@ -77,14 +76,12 @@ class AdaptiveRate:
         *,
         lr_scaling: str = "none",
         reference_batch_size: ReferenceBatch | int | str | None = None,
-        lr_clock: Clock | str = "steps",
+        lr_clock: str = "steps",
         scale_with_batch: Mapping[str, str] | None = None,
-        warmup_steps: int = 0,
         total_steps: int = 0,
     ) -> None:
         check_choice("lr_scaling", lr_scaling, RULES)
-        if not isinstance(lr_clock, Clock):
-            lr_clock = Clock.from_config(lr_clock)
+        check_choice("lr_clock", lr_clock, UNITS)
         self._scaled_options = parse_scaled_options("scale_with_batch", scale_with_batch or {})
         self._scales = lr_scaling != "none" or bool(self._scaled_options)
         if self._scales and reference_batch_size is None:
@@ -109,9 +106,6 @@ class AdaptiveRate:
             scale_steps(each, None)
         self._clock = lr_clock
         self._total_steps = total_steps
-        self._training_clock = TrainingClock(
-            lr_clock, warmup_steps=warmup_steps, total_steps=total_steps
-        )
         # Number of calls of set(), which is the clock if no progress is given.
         self._num_set = 0
         # Scheduler of a recipe that counts steps itself, and the number of its steps.
@@ -187,12 +181,12 @@ class AdaptiveRate:
                 finite; or the optimizer has groups that the scheduler does not know.
         """
         if progress is None:
-            if self._scheduler is not None and self._clock != Clock("steps", "steps"):
+            if self._scheduler is not None and self._clock != "steps":
                 remedy = (
                     "its clock is the completed part of training; give"
                     " set(progress=batches.progress)"
                 )
-                raise SettingError("lr_clock", str(self._clock), remedy)
+                raise SettingError("lr_clock", self._clock, remedy)
             progress = Progress(steps=self._num_set)
         batch = 1
         if self._scales:
@@ -219,7 +213,7 @@ class AdaptiveRate:
         if self._counting_scheduler is not None:
             self._step_scheduler(progress.steps)
         if self._scheduler is not None:
-            self._schedule(self._training_clock.at(progress))
+            self._schedule(elapsed_steps(self._clock, progress))
         groups = self._optimizers[0].param_groups
         if self._scales:
             assert self.reference is not None
@@ -322,7 +316,6 @@ class AdaptiveRate:
         """Return the state as plain values, for a checkpoint."""
         return {
             "rule": self._lr_scaling,
-            "clock": self._training_clock.state_dict(),
             "total_steps": self._total_steps,
             "steps": self._num_set,
             "reference": self.reference and asdict(self.reference),
@@ -335,10 +328,9 @@ class AdaptiveRate:
             SettingError: the state is not that of an AdaptiveRate, or its `lr_scaling` or
                 `reference_batch_size` differ.
         """
-        check_state(state, ("rule", "reference", "clock", "steps"), owner="a rate")
+        check_state(state, ("rule", "reference", "steps"), owner="a rate")
         saved_reference = state["reference"] and ReferenceBatch(**state["reference"])
         own = {"lr_scaling": self._lr_scaling, "reference_batch_size": str(self.reference)}
         saved = {"lr_scaling": state["rule"], "reference_batch_size": str(saved_reference)}
         check_built_alike(own, saved, what="rate")
-        self._training_clock.load_state_dict(state["clock"])
         self._num_set = state["steps"]

@@ -103,11 +103,11 @@ REFUSED = {
         f"{PICTURES} micro_batch_layout=packed",
     ],
     "pad_to_multiple_of": [f"{PICTURES} pad_to_multiple_of=8"],
-    "min_rows_per_batch": [
-        f"{OF_LENGTHS} batch_tokens=45 min_rows_per_batch=3",
-        "batch_tokens=200 min_rows_per_batch=5 max_rows_per_batch=4",
+    "min_rows_per_batch": ["batch_tokens=200 min_rows_per_batch=5 max_rows_per_batch=4"],
+    "long_rows": [
+        f"{OF_LENGTHS} batch_tokens=100 min_rows_per_batch=3 long_rows=alone",
+        f"{STEPS} {SCHEDULE}.batch_sizes=[64,80,96] batch_tokens=64 long_rows=drop",
     ],
-    "long_rows": [f"{OF_LENGTHS} batch_tokens=100 min_rows_per_batch=3 long_rows=alone"],
     "clip_grad_norm": ["optimizer_in_bwd=True clip_grad_norm=1.0"],
     "log_gradient_noise_scale": ["optimizer_in_bwd=True log_gradient_noise_scale=True"],
     "grow_beyond_maximum": ["optimizer_in_bwd=True grow_beyond_maximum=True"],
@@ -126,7 +126,6 @@ REFUSED = {
     "lr_clock": [
         "lr_scheduler._component_=support.components.step_lr lr_clock=samples",
         f"{SEESAW} lr_clock=steps",
-        f"{SEESAW} lr_clock.warmup=steps lr_clock.decay=tokens",
     ],
     "lr_scaling": [f"{SEESAW} lr_scaling=linear"],
     "max_steps_per_epoch": [f"{SEESAW} max_steps_per_epoch=3"],

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, reject
+from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
 
@@ -12,13 +12,13 @@ from adaptive_batch.data.planned_epoch import fill_steps
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import Progress, steps
 
-NOT_FITTING = "shortest rows have"
-
 
 def fill(lengths, max_tokens, *, order=None, **arguments):
     """Fill steps of one budget."""
     order = torch.arange(len(lengths)) if order is None else order
-    return fill_steps(lengths, max_tokens, order=order, **arguments)
+    return fill_steps(
+        torch.tensor(lengths, dtype=torch.int64), max_tokens, order=order, **arguments
+    )
 
 
 def batches_of(plan):
@@ -28,16 +28,13 @@ def batches_of(plan):
 @st.composite
 def limits(draw, **fixed):
     min_rows = draw(st.sampled_from([1, 1, 2, 4, 6]))
-    arguments = {
+    return {
         "min_rows": min_rows,
         "max_rows": draw(st.none() | st.integers(min_rows, min_rows + 40)),
         "long_rows": draw(st.sampled_from(["drop", "alone"])),
         "divisible": draw(st.booleans()),
         **fixed,
     }
-    if arguments["min_rows"] > 1:
-        arguments["long_rows"] = "drop"
-    return arguments
 
 
 @st.composite
@@ -52,29 +49,27 @@ def epochs(draw, **fixed):
 
 @st.composite
 def plans(draw, **fixed):
-    """Lengths, their order, arguments, a budget, and the plan; min_rows fits."""
+    """Lengths, their order, arguments, a budget, and the plan."""
     lengths, order, arguments, most = draw(epochs(**fixed))
     budget = draw(st.integers(max(1, most // 2), 12 * most))
-    try:
-        plan = fill_steps(lengths, budget, order=order, **arguments)
-    except SettingError as error:
-        if NOT_FITTING not in str(error):
-            raise
-        reject()
-    return lengths, order, arguments, budget, plan
+    return lengths, order, arguments, budget, fill_steps(lengths, budget, order=order, **arguments)
 
 
 @given(plans(divisible=True))
 def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_last(case):
     _, _, arguments, _, plan = case
-    for size in plan.sizes.tolist()[:-1]:
+    for size in plan.sizes[:-1]:
         part = max(1, 2 ** (math.floor(math.log2(size)) - 3))
         assert size % part == 0 or size - size % part < arguments["min_rows"]
 
 
 @given(plans(divisible=False))
 def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(case):
-    lengths, _, arguments, budget, plan = case
+    lengths, order, arguments, budget, plan = case
+    drops = arguments["long_rows"] == "drop"
+    assert plan.dropped.tolist() == [
+        row for row in order.tolist() if drops and lengths[row] > budget
+    ]
     for batch, following in itertools.pairwise(batches_of(plan)):
         tokens = lengths[[*batch, following[0]]]
         assert tokens.sum() > budget or len(tokens) > (arguments["max_rows"] or math.inf)
@@ -92,31 +87,17 @@ def test_a_few_rows_are_planned_as_by_hand(lengths, max_tokens, arguments, batch
     assert batches_of(fill(lengths, max_tokens, **arguments)) == batches
 
 
-@pytest.mark.parametrize(
-    ("arguments", "key"),
-    [({"max_tokens": 5}, "batch_tokens=5: "), ({"min_rows": 2}, "min_rows_per_batch=2: ")],
-)
-def test_rows_that_do_not_fit_are_refused_with_the_key_and_its_value(arguments, key):
-    arguments = {"lengths": [5, 6, 7], "max_tokens": 10, **arguments}
-    with pytest.raises(SettingError, match=f"^{key}"):
-        fill(arguments.pop("lengths"), arguments.pop("max_tokens"), **arguments)
-
-
 def started(order, **values):
     return Progress(rows_per_epoch=len(order), **values)
 
 
 @examples(300)
-@given(plans())
-def test_a_constant_rule_plans_as_one_budget_does_and_drops_only_longer_rows(case):
+@given(plans(long_rows="alone"))
+def test_a_constant_rule_plans_as_one_budget_does(case):
     lengths, order, arguments, budget, one = case
-    batches, budgets, dropped = by_rule(lengths, lambda _: budget, order, **arguments)
-    assert (batches, dropped) == (batches_of(one), one.dropped.tolist())
-    assert budgets == [budget] * len(one)
-    drops = arguments["long_rows"] == "drop"
-    assert dropped == [row for row in order.tolist() if drops and lengths[row] > budget]
-    used = [row for batch in batches for row in batch]
-    assert used == [row for row in order.tolist() if row not in set(dropped)]
+    batches, budgets = by_rule(lengths, lambda _: budget, order, **arguments)
+    assert batches == batches_of(one)
+    assert budgets == [budget] * len(batches)
 
 
 def hashed(low, high):
@@ -129,22 +110,19 @@ def hashed(low, high):
 
 
 @examples(300)
-@given(epochs(), st.data())
-def test_each_row_is_used_once_or_dropped_within_the_budget_of_its_step(case, data):
+@given(epochs(long_rows="alone"), st.data())
+def test_each_row_is_used_once_within_the_budget_of_its_step(case, data):
     lengths, order, arguments, most = case
     low = data.draw(st.integers(max(1, most // 2), 4 * most))
     rule = hashed(low, low + data.draw(st.integers(0, 8 * most)))
     begin = started(order, epoch=2, steps=17, samples=1000, tokens=12345)
-    batches, budgets, dropped = by_rule(lengths, rule, order, begin=begin, **arguments)
-    used = [row for batch in batches for row in batch]
-    assert sorted([*used, *dropped]) == sorted(order.tolist())
-    assert arguments["long_rows"] == "drop" or not dropped
+    batches, budgets = by_rule(lengths, rule, order, begin=begin, **arguments)
+    assert [row for batch in batches for row in batch] == order.tolist()
     progress = begin
     for batch, budget in zip(batches, budgets, strict=True):
         tokens = int(lengths[batch].sum())
         assert rule(progress) == budget
-        is_alone = len(batch) == 1 and arguments["long_rows"] == "alone"
-        assert tokens <= budget or is_alone or len(batch) <= arguments["min_rows"] > 1
+        assert tokens <= budget or len(batch) <= arguments["min_rows"]
         assert len(batch) <= (arguments["max_rows"] or len(lengths))
         assert len(batch) >= arguments["min_rows"] or batch == batches[-1]
         progress = replace(progress.after_step(rows=len(batch), tokens=tokens), batch=budget)
@@ -155,10 +133,10 @@ FALLING = steps([40, 20, 10], ["1ba", "2ba"])
 
 
 def by_rule(lengths, rule, order, **arguments):
-    """The batches, budgets and dropped rows of an epoch by a rule."""
+    """The batches and budgets of an epoch by a rule."""
     arguments = {"begin": started(order), **arguments}
     plan = fill_steps(lengths, rule, order=order, **arguments)
-    return batches_of(plan), plan.budgets, plan.dropped.tolist()
+    return batches_of(plan), plan.budgets
 
 
 def planned(lengths, rule, *, long_rows, **others):
@@ -166,18 +144,15 @@ def planned(lengths, rule, *, long_rows, **others):
     return by_rule(torch.tensor(lengths), rule, torch.arange(len(lengths)), **arguments | others)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "rule", "long_rows", "expected"),
-    [
-        ([30, 50, 5, 5, 15, 5, 5], RISING, "drop", ([[2, 3], [4, 5], [0, 6]], [10, 20, 40], [1])),
-        ([5, 5, 30, 10, 10], FALLING, "drop", ([[0, 1, 2], [3, 4]], [40, 20], [])),
-        ([30, 5, 15, 30, 10], RISING, "alone", ([[0], [1, 2], [3, 4]], [10, 20, 40], [])),
-    ],
-)
-def test_a_long_row_is_dropped_where_no_budget_holds_it_or_alone_where_its_step_is_asked_for_less(
-    lengths, rule, long_rows, expected
-):
-    assert planned(lengths, rule, long_rows=long_rows) == expected
+def test_a_long_row_is_alone_where_its_step_is_asked_for_less():
+    expected = [[0], [1, 2], [3, 4]], [10, 20, 40]
+    assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == expected
+
+
+@pytest.mark.parametrize(("rule", "key"), [(10, "batch_tokens"), (RISING, "batch_size_schedule")])
+def test_a_row_that_is_too_long_is_refused_with_the_key(rule, key):
+    with pytest.raises(SettingError, match=f"^{key}=10: row 1 alone has 11 tokens"):
+        planned([5, 11], rule, long_rows="error")
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
@@ -198,7 +173,7 @@ def test_a_row_without_tokens_and_an_answer_without_tokens_are_refused():
 
 
 def test_of_several_ranks_the_rule_is_asked_for_one():
-    plan, budgets, _ = planned(
+    plan, budgets = planned(
         [5] * 12, lambda progress: 10 + 5 * (progress.batch == 10), long_rows="error", ranks=2
     )
     assert budgets == [10, 15, 10]
@@ -207,5 +182,7 @@ def test_of_several_ranks_the_rule_is_asked_for_one():
 
 def test_a_rule_that_answers_otherwise_each_time_is_refused():
     answers = itertools.count(10)
-    with pytest.raises(GrowthFunctionError, match="returned 10, and 13 when called again"):
+    with pytest.raises(
+        GrowthFunctionError, match="returned other batches when it was called again"
+    ):
         planned([5] * 6, lambda progress: next(answers), long_rows="alone")

@@ -12,7 +12,6 @@ from torch.optim.lr_scheduler import LRScheduler, StepLR
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
-    Clock,
     Progress,
     at_epochs,
     by_noise_scale,
@@ -259,11 +258,6 @@ REFUSED = [
         lambda value: parse_reference("reference_batch_size", value),
         *((value,) for value in (0, -4, True, 64.0, "64", None)),
         *((f"{amount}tok",) for amount in ("", "0", "-1", "nan", "inf", "1e999", "many", "8k")),
-    ),
-    *refused(
-        "lr_clock",
-        Clock.from_config,
-        *((value,) for value in ("epochs", 3, ["steps"], {"warmup": "rows"}, {"warm": "steps"})),
     ),
     *refused(
         "lr_scheduler", schedule_factor, (None,), (StepLR(SGD, 2),), (Wrapper(StepLR(SGD, 2)),)

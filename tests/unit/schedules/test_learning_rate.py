@@ -11,12 +11,11 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from adaptive_batch.schedules import (
-    Clock,
     EpochPlan,
     Pace,
     Progress,
     ReferenceBatch,
-    TrainingClock,
+    elapsed_steps,
     parse_reference,
     scale_learning_rate,
     schedule_factor,
@@ -64,7 +63,7 @@ def test_a_schedule_is_the_factor_of_the_first_base_rate():
 
 def schedule_clock(progress, *, plan, reference, unit="samples"):
     pace = Pace(reference, plan)
-    return TrainingClock(Clock(unit, unit)).at(replace(progress, pace=pace))
+    return elapsed_steps(unit, replace(progress, pace=pace))
 
 
 @given(
@@ -124,33 +123,3 @@ def test_an_estimated_plan_counts_steps_or_rows_whichever_ends_first():
     assert schedule_clock(by_steps, plan=plan, reference=reference) == 12.5
     by_rows = Progress(epoch_rows=80, epoch_steps=5)
     assert schedule_clock(by_rows, plan=plan, reference=reference) == 20
-
-
-def after_warmup(clock, *, ended_at, warmup, total):
-    """Time after a warm-up in steps that ended at the time `ended_at` of the decay in samples."""
-    plan = EpochPlan.from_rows(2 * 10**6, global_rows=1, drop_last=False)
-    training = TrainingClock(Clock("steps", "samples"), warmup_steps=warmup, total_steps=total)
-    training.load_state_dict({"warmup_ended_at": ended_at})
-    return training.at(Progress(epoch_rows=clock, steps=warmup, pace=Pace(plan, plan)))
-
-
-@given(warmup=st.integers(0, 500), more=st.integers(1, 10**6), step=st.integers(0, 10**6))
-def test_with_a_constant_batch_a_warmup_in_another_unit_changes_no_bit(warmup, more, step):
-    total = warmup + more
-    clock = min(total, warmup + step)
-    assert after_warmup(clock, ended_at=warmup, warmup=warmup, total=total) == clock
-
-
-def test_after_a_short_warmup_the_decay_still_ends_with_the_schedule():
-    # 10 steps of warm-up were 4 of the constant batch; 10 to 100 are spread over 4 to 100
-    assert after_warmup(4, ended_at=4, warmup=10, total=100) == 10
-    assert after_warmup(100, ended_at=4, warmup=10, total=100) == 100
-    assert after_warmup(52, ended_at=4, warmup=10, total=100) == 55
-    assert after_warmup(120, ended_at=110, warmup=10, total=100) == 120
-
-
-def test_a_clock_is_one_unit_or_two():
-    assert Clock.from_config(None) == Clock("samples", "samples")
-    assert Clock.from_config("tokens") == Clock("tokens", "tokens")
-    assert Clock.from_config({"warmup": "steps", "decay": "tokens"}) == Clock("steps", "tokens")
-    assert str(Clock("steps", "tokens")) == "warm-up in steps, decay in tokens"

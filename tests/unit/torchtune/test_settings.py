@@ -101,10 +101,7 @@ VALUES = {
     ),
     "reference_batch_size": (*NOT_WHOLE[:-1], "tok", "0tok", "-5tok", "nantok"),
     "resume_allow_changes": (3, True, [3], {"dataset": True}),
-    "lr_clock": (
-        *("epochs", 3, ["steps"], {"warmup": "steps", "decay": "rows"}),
-        {"warmup": "steps", "cooldown": "steps"},
-    ),
+    "lr_clock": ("epochs", 3, ["steps"], {"warmup": "steps", "decay": "tokens"}),
     "activation_memory_budget": (-0.1, 1.5, True, "half", 0.5),
     "probe": ("binary",),
     "probe.search": ("fast",),
