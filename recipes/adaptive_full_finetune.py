@@ -10,9 +10,7 @@ unchanged. docs/configuration.md describes the additional keys.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -47,8 +45,6 @@ from adaptive_batch.torchtune import (
 )
 from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, RankReport
 
-log = logging.getLogger("adaptive_batch")
-
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     """Full fine-tuning of a transformer on this rank.
@@ -76,12 +72,10 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.settings = Settings.from_config(cfg)
         self.job = Job(cfg, self.settings, builder, task=task)
         check_output_dir(cfg.output_dir)
-        self.device = self.job.device
         self.seed = training.set_seed(
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
         )
-        # Closed by cleanup().
-        self.closing = ExitStack()
+        self.log = TrainingLog(self.job)
         # The end of the final message of a run that is stopped before it can save.
         self._after_end: Callable[[], str] = lambda: "nothing has changed yet; start it again"
 
@@ -105,8 +99,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
     def _setup_data(self) -> None:
         """Read the rows, find the checkpoint to resume, and check both against the settings."""
         self.data = Data.read(self.job)
-        self.log = TrainingLog(self.job, self.data)
-        self.closing.callback(self.log.close)
         self.profiler, self.profiler_cfg = build_profiler(self.cfg)
         self.store = RunStore(self.job)
         self.resumed = ResumedRun(self.job, self.data, self.store.found, seed=self.seed)
@@ -143,7 +135,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             same_within=10.0 if self.watch else 0.0,
         )
         self._after_end = self.saver.after_end
-        self.log.start(self.resumed, replaces=self.saver.replaces)
+        num_rows = len(self.data.dataset)
+        self.log.start(self.resumed, num_rows=num_rows, replaces=self.saver.replaces)
         # If this rank fails, record the limit or the trial that failed. The next attempt begins
         # below it.
         if self.watch and self.limit_finder.lost:
@@ -202,8 +195,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         """Train all epochs: grow the batch, run the steps, save."""
         if self.settings.preview:
             return
-        if self.cfg.compile:
-            log.info("the model is compiled in its first forward: expect a slow first step")
         self.profiler.start()
         first_epoch = self.batches.progress.epoch
         epochs = self.settings.epochs
@@ -232,7 +223,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
                 self.nonfinite.end_epoch(self.batches.progress)
                 # Count the epoch as done: the next one begins at row 0.
                 self.batches.end_epoch()
-                self.save_checkpoint(epoch=epoch)
+                # Save a checkpoint unless training is done, and export the weights. If a stop was
+                # requested, exit.
+                self.saver.save_epoch(self.trainer, epoch=epoch)
         # Wait for an asynchronous save, so that the log ends after it.
         self.saver.close()
         if first_epoch < epochs:
@@ -247,7 +240,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # Name the next step's rows to a thread, which reads them while the device is busy.
         self.data.dataset.expect(step.following)
         # At the steps that the profiler configures, start and stop torch's memory recording.
-        record_memory_history(self.profiler_cfg, self.device, step.progress)
+        record_memory_history(self.profiler_cfg, self.job.device, step.progress)
 
         # Set the scheduled learning rate, and return it as `lr_scaling` scales it for the rows or
         # tokens of the step over all ranks. A hook scales it within `optimizer.step()` only.
@@ -299,13 +292,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # Save every `save_every_n_steps` steps. If a stop was requested, save and exit.
         self.saver.save_where_due(self.trainer, stop_requested=result.stop_requested)
 
-    # --- checkpoints
-
-    def save_checkpoint(self, epoch: int) -> None:
-        """Save a checkpoint unless training is done, and export the weights; exit if a stop was
-        requested.
-        """
-        self.saver.save_epoch(self.trainer, epoch=epoch)
+    # --- end
 
     def after_end(self) -> str:
         """Return the sentence about resuming for the final message of a run that ends now."""
@@ -313,7 +300,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def cleanup(self) -> None:
         """Close the logs if they are open."""
-        self.closing.close()
+        self.log.close()
 
 
 def main(

@@ -14,7 +14,6 @@ from torchtune import training
 
 from adaptive_batch import distributed
 from adaptive_batch._util import format_bytes
-from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     Data,
@@ -41,12 +40,12 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     """Set up training, and search once per sequence length.
 
     Returns:
-        One result for each of ``probe.sequence_lengths`` at which a row fits. Without that key, one
-        for ``probe.sequence_length``.
+        One result for each of ``probe.sequence_lengths``. Without that key, one for
+        ``probe.sequence_length``.
 
     Raises:
         SettingError: a setting is invalid; no weights have been loaded yet.
-        DoesNotFitError: one row does not fit, at any length.
+        DoesNotFitError: one row of a length does not fit; results of earlier lengths are printed.
     """
     settings = Settings.from_config(cfg)
     for message in without_effect(settings, cfg).values():
@@ -63,22 +62,10 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     trainer.check_layout()
     store.load_optimizer(trainer)
     results = []
-    last_error = None
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
-        try:
-            result = limit_finder.search_training(trainer, length=length)
-        except DoesNotFitError as error:
-            # With several ranks, this one may be the only one that failed. The others wait for it,
-            # so end them instead of searching at the next length.
-            if distributed.world_size() > 1:
-                raise
-            say(f"\n{length} tokens: {error}\n")
-            last_error = error
-            continue
+        result = limit_finder.search_training(trainer, length=length)
         say(f"\n{result.table()}\n")
         results.append(result)
-    if last_error and not results:
-        raise last_error
     if len(results) > 1:
         say(summary(results))
     if trainer.reference_sizer is not None:

@@ -119,6 +119,7 @@ class Data:
         configured_layout: layout of micro-batches, unless ``auto`` chooses another one; the sizer
             has the current one.
         layout_val: layout of validation.
+        trial_rows: :meth:`_rows_for_trials`, which reads the rows of each length once.
     """
 
     def __init__(
@@ -159,8 +160,7 @@ class Data:
             job, job.settings.uniform_micro_batches, is_packed_dataset=packed
         )
         self.layout_val = _layout_of(job, None, is_packed_dataset=packed_val)
-        # By length, as passed to trial_rows().
-        self._trial_rows: dict[int | str, LongestRows] = {}
+        self.trial_rows = cache(self._rows_for_trials)
 
     @classmethod
     def read(cls, job: Job) -> Data:
@@ -242,8 +242,8 @@ class Data:
 
     # --- rows of trials
 
-    def trial_rows(self, length: int | str) -> LongestRows:
-        """Return the rows of training for trials; each length is read once.
+    def _rows_for_trials(self, length: int | str) -> LongestRows:
+        """Return the rows of training for trials.
 
         Args:
             length: ``longest``, ``max_seq_len`` or a number of tokens.
@@ -251,11 +251,6 @@ class Data:
         Raises:
             SettingError: the model does not take the length, or rows cannot be resized to it.
         """
-        if length not in self._trial_rows:
-            self._trial_rows[length] = self._rows_of_length(length)
-        return self._trial_rows[length]
-
-    def _rows_of_length(self, length: int | str) -> LongestRows:
         if length == "longest":
             return LongestRows.of_dataset(
                 self.dataset, prepare=self._task.filled, order=cache(self._trial_order)

@@ -25,7 +25,6 @@ from adaptive_batch.schedules import Progress
 from adaptive_batch.training import PLACE_OF_STEP, AdaptiveRate, LimitChange, StepResult
 
 from .configuration import instantiate
-from .data import Data
 from .job import Job
 from .preview import TrainingPlan, TrainingPreview
 from .resume import ResumedRun
@@ -42,9 +41,8 @@ class TrainingLog:
     Nothing is written before :meth:`start`, so a refused run leaves no file.
     """
 
-    def __init__(self, job: Job, data: Data) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self._data = data
         self._settings = job.settings
         self._cfg = job.cfg
         self._folder = Path(job.cfg.output_dir)
@@ -129,12 +127,13 @@ class TrainingLog:
 
     # --- start of a run
 
-    def start(self, run: ResumedRun, *, replaces: str) -> None:
+    def start(self, run: ResumedRun, *, num_rows: int, replaces: str) -> None:
         """Open the logs. Log where training starts or resumes, and what differs from the
         checkpoint.
 
         Args:
             run: state at the start of the run.
+            num_rows: number of rows of the dataset.
             replaces: description of other runs' saves that this run replaces.
         """
         self._open(run)
@@ -142,16 +141,15 @@ class TrainingLog:
         for line in run.found.passed_over:
             self.event("passed_over", line)
         checkpoint = run.found.checkpoint
-        rows = len(self._data.dataset)
         ranks = distributed.world_size()
         begins = f"resuming from {checkpoint.path}" if checkpoint else "starting"
         place = f"epoch {progress.epoch}, row {progress.epoch_rows}, step {progress.steps}"
         self.event(
             "start",
-            f"{begins} at {place}; {count(rows, 'row')}, {count(ranks, 'rank')}",
+            f"{begins} at {place}; {count(num_rows, 'row')}, {count(ranks, 'rank')}",
             resumed=checkpoint is not None,
             run=run.name,
-            rows=rows,
+            rows=num_rows,
             ranks=ranks,
             progress=progress.state_dict(),
         )

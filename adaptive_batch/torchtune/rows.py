@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import struct
 import sys
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
@@ -322,13 +321,10 @@ class DatasetRows(Dataset[Any]):
         if isinstance(ids, torch.Tensor):
             ids = ids.cpu()
         # These errors mean other values than whole numbers, which are refused below.
-        with suppress(TypeError, ValueError, struct.error):
-            # Pack a list as int64 first: np.asarray() looks at each value of a list, and takes four
-            # times as long.
-            if isinstance(ids, list | tuple):
-                ids = np.frombuffer(struct.pack(f"{len(ids)}q", *ids), np.int64)
+        with suppress(TypeError, ValueError):
             array = np.asarray(ids)
-            if array.ndim == 1 and array.dtype.kind in "iu":
+            # An empty list becomes an array of floats.
+            if array.ndim == 1 and (array.dtype.kind in "iu" or not array.size):
                 return array
         raise self._refused(
             number, f"must be a mapping with a list or 1-D tensor of whole numbers '{key}'"

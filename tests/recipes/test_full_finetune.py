@@ -61,19 +61,11 @@ def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
 
 
 @pytest.mark.slow
-def test_the_search_recipe_continues_after_a_length_that_does_not_fit(small, capsys):
+def test_the_search_recipe_ends_at_a_length_that_does_not_fit(small, capsys):
     longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
-    small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
-    printed = capsys.readouterr().out
-    assert "2048 tokens: one row of 2048 tokens needs" in printed
-    assert "max_batch_size: " in printed
-    with pytest.raises(DoesNotFitError):
-        small.run_in_process(
-            "adaptive_probe",
-            *longer,
-            "probe.sequence_lengths=[1024,2048]",
-            "probe.device_memory=8MiB",
-        )
+    with pytest.raises(DoesNotFitError, match="one row of 2048 tokens needs"):
+        small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
+    assert "max_batch_size: " in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -83,8 +75,6 @@ def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     lines = run.output.splitlines()
     assert len(lines) <= 40, run.output
     assert "resolved config" not in run.output
-    # The second epoch is as the first.
-    assert run.output.count("; a micro-batch holds ") == 1
     folder = run.output_dir
     report = f"adaptive-batch report {folder}"
     assert lines[-1] == f"saved in {folder / 'epoch_1'}; next: {report}"
