@@ -82,15 +82,13 @@ class EvaluationParts:
         self._is_exact = is_exact
         self._has_others = distributed.world_size() > 1
         self._split: RowSplitter | CustomSplit = (
-            RowSplitter(trims=False, keeps_rows=True) if split is None else CustomSplit(split)
+            RowSplitter(trims=False) if split is None else CustomSplit(split)
         )
         self._labels = LabelCounter(num_labels)
         # Weightings that no check has excluded, the likeliest first.
         self._possible_weightings = [_LATER_LABELS, _LABELS, _ROWS, _SUM]
         if is_sum:
             self._possible_weightings = [_SUM, _ROWS]
-        # Whether integer outputs of a part and of its halves differed.
-        self._has_warned = False
         self._parameter = next(model.parameters())
         memory = options.memory or device_memory(
             self._parameter.device, shared_by=distributed.local_world_size()
@@ -265,8 +263,7 @@ class EvaluationParts:
             if of_part.is_floating_point():
                 if _differ(of_part[places], of_halves, tolerance):
                     raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
-            elif not self._has_warned and not torch.equal(of_part[places], of_halves):
-                self._has_warned = True
+            elif not torch.equal(of_part[places], of_halves):
                 log.warning(
                     "evaluation: whole numbers in the outputs differ between rows and halves of"
                     " them: they depend on other rows, or on rounding, as generated tokens may"

@@ -5,14 +5,14 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, TypeGuard
 
 import torch
-from torch.nn.utils.rnn import PackedSequence, pack_sequence, unpack_sequence
+from torch.nn.utils.rnn import PackedSequence
 
 from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
@@ -25,9 +25,6 @@ _LIST = (list, tuple)
 
 # If several first dimensions are equally common, the one of these keys is the number of rows.
 _ROW_KEYS = ("input_ids", "tokens", "attention_mask", "labels")
-# A list of more mappings than this has one per row; a shorter one may have collated views.
-_MOST_VIEWS = 3
-
 # Padding values that show which columns of a row are used.
 _KNOWN_PADDING = {"attention_mask": 0, "completion_mask": 0, "labels": IGNORE_INDEX}
 # Other tensors that a collate function pads to the same columns.
@@ -153,26 +150,28 @@ class SplitBatch(BatchSource):
 class RowsOfBatch(BatchSource):
     """A batch whose tensors have the rows as their first dimension.
 
-    The number of rows is the most common first dimension of the tensors and NumPy arrays. Mappings,
-    tuples and lists are split key by key. Tensors with this number of rows are divided; so are
-    nested and sparse tensors, packed sequences, and lists with one item per row. Other values are
-    kept whole. If all tensors are in lists of one length, each list has one item per row, unless
-    all tensors have the same first dimension.
+    The values of a batch are the items of its mappings, in any nesting, and of a list or tuple
+    around them. The number of rows is the most common first dimension of tensors and NumPy arrays.
+    Those with this first dimension are divided, and so are lists with one item per row. Other
+    values are kept whole.
+
+    Some values train in a whole batch but cannot be divided: nested and sparse tensors, packed
+    sequences, lists of tensors that have all rows, and tensors of another size in a tuple.
 
     A part has no columns that are padding in all of its rows. Padding is 0 in ``attention_mask``
-    and ``completion_mask``, and -100 in ``labels``. Without ``attention_mask``, padding is the
-    repetition of a row's last token in ``tokens`` or ``input_ids``, without labels. Parts keep all
-    columns if another tensor is as wide, such as ``decoder_input_ids``.
+    and ``completion_mask``, and -100 in ``labels``. Parts keep all columns without
+    ``attention_mask``, or if another tensor is as wide, such as ``decoder_input_ids``.
 
     Args:
-        batch: tensors in any nesting of mappings, tuples and lists, or a list of rows.
+        batch: tensors in mappings, or a list or tuple of these.
         trims: whether unused columns are cut.
         row_lengths: tokens of each row, after which all columns are padding; None if unknown.
-        is_divided: whether each key of an earlier batch was divided. Other keys are decided here.
+        is_divided: whether each value of an earlier batch was divided. Other values are decided
+            here.
 
     Attributes:
         num_rows: rows of the batch.
-        is_divided: whether each key is divided.
+        is_divided: whether each value is divided.
 
     Raises:
         SettingError: the number of rows is unknown.
@@ -190,27 +189,40 @@ class RowsOfBatch(BatchSource):
         self._trims = trims
         self._row_lengths = row_lengths
         self.is_divided = dict(is_divided)
-        # Values of the shape `[rows, columns]` by name.
-        self._tables: dict[str, torch.Tensor] = {}
-        # Values that were divided in an earlier batch show the number of rows.
-        values = _values(batch, known=is_divided)
-        num_rows = _most_common(_length(value) for name, value in values if is_divided.get(name))
-        if num_rows is None:
-            num_rows, lists_of_rows = _count_rows(batch)
-            self.is_divided.update(dict.fromkeys(lists_of_rows, True))
+        self._values = _values(batch)
+        num_rows = _count_rows(self._values, is_divided)
         if num_rows is None:
             remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
-        if isinstance(batch, _MAPPING):
-            for name, value in batch.items():
-                if is_table(value) and value.shape[0] == num_rows:
-                    self._tables[name] = value
-        for name, value in _values(batch, known=self.is_divided, num_rows=num_rows):
-            length = _length(value)
-            # Do not decide for None or an empty list: the next batch may have a value for each row.
-            if length:
-                self.is_divided.setdefault(name, length == num_rows)
+        # Names of the values that cannot be divided.
+        self._undivided: list[str] = []
+        # Values of the shape `[rows, columns]` by name.
+        self._tables: dict[str, torch.Tensor] = {}
+        for name, value in self._values.items():
+            self._decide(name, value)
+
+    def _decide(self, name: str, value: Any) -> None:
+        """Decide whether a value is divided, unless an earlier batch decided."""
+        if is_table(value) and value.shape[0] == self.num_rows:
+            self._tables[name] = value
+        length = _length(value)
+        if _is_unusual(value):
+            self._undivided.append(name)
+        # Do not decide for None or an empty list: the next batch may have a value for each row.
+        if not length or name in self.is_divided:
+            return
+        has_rows = length == self.num_rows
+        self.is_divided[name] = has_rows
+        if isinstance(value, _LIST):
+            lengths = {_length(array) for array in arrays_in(value)}
+            has_item_per_row = has_rows and lengths != {self.num_rows}
+            is_clear = has_item_per_row or self.num_rows not in lengths
+        else:
+            # Tensors of several sizes in one list may be rows themselves.
+            is_clear = has_rows or not isinstance(self._batch, _LIST)
+        if not is_clear:
+            self._undivided.append(name)
 
     @property
     def width(self) -> int:
@@ -222,70 +234,51 @@ class RowsOfBatch(BatchSource):
 
     @cached_property
     def lengths(self) -> list[int] | None:
-        """For each row, its columns up to the last used one; None if unknown."""
-        used = self._used_columns()
-        if used is None:
+        """For each row, its columns up to the last used one; all columns if padding is unknown;
+        None without columns.
+        """
+        if not self.width:
             return None
-        # The length up to a used column is its number, counted from 1; an unused column has 0.
-        column_numbers = torch.arange(1, used.shape[1] + 1, device=used.device)
-        lengths: list[int] = (used * column_numbers).amax(dim=1).clamp(min=1).tolist()
-        return lengths
-
-    def _used_columns(self) -> torch.Tensor | None:
-        """Return a bool tensor `[rows, columns]`, true where a column is used; None if unknown."""
-        mask_or_labels = self._mask_or_labels()
-        if mask_or_labels is None:
-            return None
-        if not self._trims or self._must_keep_columns(mask_or_labels):
-            return torch.ones_like(mask_or_labels, dtype=torch.bool)
-        used = torch.zeros_like(mask_or_labels, dtype=torch.bool)
+        if not self._trims or not self._shows_padding():
+            return [self.width] * self.num_rows
+        lengths = [1] * self.num_rows
+        if self._row_lengths is not None:
+            lengths = [min(length, self.width) for length in self._row_lengths]
+        # The length up to a used column is its number, counted from 1.
+        column_numbers = torch.arange(1, self.width + 1)
         for name, padding in _KNOWN_PADDING.items():
             table = self._tables.get(name)
-            if table is not None and table.shape == mask_or_labels.shape:
-                used |= (table != padding).to(used.device)
-        tokens = self._tokens
-        if tokens is not None and "attention_mask" not in self._tables:
-            # Tokens without a label are used too, such as a prompt. Padding repeats one token, so
-            # a token that differs from the last one of its row is not padding.
-            used |= tokens != tokens[:, -1:]
-        return used
+            if table is not None and table.shape[1] == self.width:
+                is_used = table != padding
+                last_used = (is_used * column_numbers.to(table.device)).amax(dim=1).tolist()
+                lengths = list(map(max, lengths, last_used))
+        return lengths
 
-    @property
-    def _tokens(self) -> torch.Tensor | None:
-        return self._tables.get("tokens", self._tables.get("input_ids"))
-
-    def _mask_or_labels(self) -> torch.Tensor | None:
-        """Return the tensor `[rows, columns]` that shows padding: the attention mask, or the labels
-        of a batch without one; None if neither shows it.
-        """
-        if isinstance(self._batch, _MAPPING) and self._batch.get("attention_mask") is not None:
-            # A mask of another shape is not in the tables. Padding is then unknown, whatever the
-            # labels show.
-            return self._tables.get("attention_mask")
-        labels, tokens = self._tables.get("labels"), self._tokens
-        if labels is None or tokens is None or labels.shape != tokens.shape:
-            return None
-        # Probabilities have no value for padding.
-        return None if labels.is_floating_point() else labels
-
-    def _must_keep_columns(self, mask_or_labels: torch.Tensor) -> bool:
-        """Return whether the padding of some tensor is unknown."""
-        tokens = self._tokens
-        if tokens is not None and tokens.shape != mask_or_labels.shape:
+    def _shows_padding(self) -> bool:
+        """Return whether the batch shows which of its columns are padding."""
+        mask = self._tables.get("attention_mask")
+        if mask is None:
+            # Columns beyond the longest row are not those of its tokens.
+            if self._row_lengths is None or max(self._row_lengths) != self.width:
+                return False
+            # A mask of another shape would have to be cut too.
+            if self._values.get("attention_mask") is not None:
+                return False
+        elif bool((mask < 0).any()):
+            # An additive mask is 0 for a token and a large negative number for padding.
+            return False
+        tokens = self._tables.get("tokens", self._tables.get("input_ids"))
+        if tokens is not None and tokens.shape[1] != self.width:
+            return False
+        if self._row_lengths is not None:
             return True
-        if self._row_lengths is None and any(map(self._may_be_padded, arrays_in(self._batch))):
-            return True
-        # An additive mask is 0 for a token and a large negative number for padding, which is not
-        # the padding of _KNOWN_PADDING.
-        return "attention_mask" in self._tables and bool((mask_or_labels < 0).any())
+        return not any(map(self._may_be_padded, arrays_in(self._batch)))
 
     def _may_be_padded(self, tensor: Any) -> bool:
         """Return whether a tensor may have columns of padding that is unknown."""
         for name in (*_KNOWN_PADDING, *_OTHER_PADDED):
             if tensor is self._tables.get(name):
                 return False
-        if isinstance(tensor, PackedSequence) or getattr(tensor, "is_nested", False):
-            return True
         dimensions = list(tensor.shape)
         if dimensions[:1] == [self.num_rows]:
             # The rows may be as many as the columns.
@@ -296,11 +289,17 @@ class RowsOfBatch(BatchSource):
         """Return the batch of some rows; the script's own tensors if these are all rows.
 
         Raises:
-            SettingError: a key that an earlier batch divided has a different number of rows.
+            SettingError: a value cannot be divided, or has a different number of rows than in an
+                earlier batch that divided it.
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
-        used_width = self._used_width(rows)
+        if self._undivided:
+            names = ", ".join(name or "the batch" for name in self._undivided)
+            raise self._error(f"{names} cannot be divided by rows")
+        used_width = self.width
+        if self.lengths is not None:
+            used_width = max(self.lengths[row] for row in rows)
         if rows[-1] - rows[0] + 1 == len(rows):
             # Adjacent rows of a tensor are a view.
             rows = range(rows[0], rows[-1] + 1)
@@ -311,29 +310,20 @@ class RowsOfBatch(BatchSource):
                 return rebuild(value, name, take)
             length = _length(value)
             if length != self.num_rows:
-                remedy = (
+                raise self._error(
                     f"{name} was divided in an earlier batch, but has {length or 'no'} rows in this"
-                    f" one of {self.num_rows} ({self.treatment}); {SPLIT_REMEDY}"
+                    f" one of {self.num_rows}"
                 )
-                raise SettingError("batch", type(self._batch).__name__, remedy)
             some_rows = _select(value, rows)
-            if used_width is not None and is_table(value) and value.shape[1] == self.width:
-                # Models call view() on their labels, which needs contiguous rows.
-                return some_rows[:, :used_width].contiguous()
-            return some_rows
+            is_cut = used_width < self.width and is_table(value) and value.shape[1] == self.width
+            # Models call view() on their labels, which needs contiguous rows.
+            return some_rows[:, :used_width].contiguous() if is_cut else some_rows
 
         return take(self._batch, "")
 
-    def _used_width(self, rows: Sequence[int]) -> int | None:
-        """Return how many columns the given rows use; None if they keep all columns."""
-        if not self._trims or self.lengths is None:
-            return None
-        used_width = max(self.lengths[row] for row in rows)
-        if self._row_lengths is not None:
-            # Keep the given tokens of each row, such as a last token that looks like padding.
-            longest = max(self._row_lengths[row] for row in rows)
-            used_width = min(self.width, max(used_width, longest))
-        return used_width
+    def _error(self, problem: str) -> SettingError:
+        remedy = f"{problem} ({self.treatment}); {SPLIT_REMEDY}"
+        return SettingError("batch", type(self._batch).__name__, remedy)
 
     def dummy(self) -> Any:
         """Return the row with the most labels: the mean loss of no label is NaN."""
@@ -359,99 +349,78 @@ class RowsOfBatch(BatchSource):
 
     @property
     def treatment(self) -> str:
-        """Description of the keys for errors: divided, cut or kept whole."""
-        keys_by_treatment: dict[str, list[str]] = {}
-        for name, value in _values(self._batch, known=self.is_divided):
-            treatment = "kept whole"
-            if self.is_divided.get(name):
-                is_cut = self.cuts and is_table(value) and value.shape[1] == self.width
-                treatment = "divided and cut" if is_cut else "divided"
-            keys_by_treatment.setdefault(treatment, []).append(name or "the batch")
-        return "; ".join(
-            f"{', '.join(keys)} {treatment}" for treatment, keys in keys_by_treatment.items()
-        )
+        """Description of the values for errors: divided or kept whole."""
+        divided = [name or "the batch" for name in self._values if self.is_divided.get(name)]
+        kept = [name or "the batch" for name in self._values if not self.is_divided.get(name)]
+        treatments = []
+        if divided:
+            treatments.append(f"{', '.join(divided)} divided")
+        if kept:
+            treatments.append(f"{', '.join(kept)} kept whole")
+        return "; ".join(treatments)
 
 
-def _count_rows(batch: Any) -> tuple[int | None, Collection[str]]:
-    """Return the number of rows, None if unknown, and the names of lists with one item per row.
-
-    Lists are named only if no other value shows the number of rows.
+def _values(batch: Any, name: str = "") -> dict[str, Any]:
+    """Return the values of a batch by name; see :class:`RowsOfBatch`. A list within it is one
+    value, and so is a list of mappings, which may be rows.
     """
-    if _is_list(batch) and _have_item_per_row([batch]):
-        return len(batch), [""]
-    # _most_common() prefers the first of equally common lengths, so known keys come first.
-    values = dict(named_items(batch)) or {"": batch}
-    values = dict(sorted(values.items(), key=lambda item: item[0] not in _ROW_KEYS))
-    lists = {name: value for name, value in values.items() if _is_list(value)}
-    num_rows = _most_common(_lengths_in(values[name] for name in values if name not in lists))
-    if num_rows is not None or not lists:
-        return num_rows, ()
-    columns = list(lists.values())
-    if _have_item_per_row(columns):
-        return len(columns[0]), lists
-    return _most_common(_lengths_in(columns)), ()
+    is_outermost_list = (
+        not name
+        and isinstance(batch, _LIST)
+        and not isinstance(batch, PackedSequence)
+        and not all(isinstance(item, _MAPPING) for item in batch)
+    )
+    if not is_outermost_list and not isinstance(batch, _MAPPING):
+        return {name: batch}
+    values: dict[str, Any] = {}
+    for item_name, item in named_items(batch, name):
+        values.update(_values(item, item_name))
+    return values
 
 
-def _have_item_per_row(lists: Sequence[Sequence[Any]]) -> bool:
-    """Return whether each list has one item per row. Otherwise each of its items has all rows, as
-    the first dimension of its tensors.
-
-    Items of rows have one form. Their tensors have the dimensions of a row, which differ, while
-    tensors with all rows have one first dimension.
+def _count_rows(values: Mapping[str, Any], is_divided: Mapping[str, bool]) -> int | None:
+    """Return the most common first dimension of tensors and arrays; None without one. If an earlier
+    batch divided some of them, only these count.
     """
-    first_list, *others = lists
-    num_items = len(first_list)
-    if num_items < 2 or any(len(other) != num_items for other in others):
-        return False
-    if any(len(set(map(_form, items))) > 1 for items in lists):
-        return False
-    if not others and isinstance(first_list[0], _MAPPING) and num_items > _MOST_VIEWS:
-        return True
-    lengths = {_length(value) for items in lists for item in items for _, value in _values(item)}
-    # In a single list of tensors with all rows, one tensor may have another size.
-    max_lengths = 2 if not others and is_array(first_list[0]) else 1
-    # A scalar has no length, so it belongs to one row.
-    return None in lengths or len(lengths) > max_lengths
-
-
-def _form(value: Any) -> Any:
-    """Return a key that is equal for values of the same kind: the keys of a mapping, the forms of a
-    list's items, or the type and number of dimensions of another value.
-    """
-    if isinstance(value, _MAPPING):
-        return frozenset(value)
-    if _is_list(value):
-        return frozenset(map(_form, value))
-    return type(value), getattr(value, "ndim", None), getattr(value, "dtype", None)
-
-
-def _most_common(lengths: Iterable[int | None]) -> int | None:
-    """Return the most common length, the first of several; None if there is no length."""
-    lengths = [length for length in lengths if length is not None]
+    known: list[int] = []
+    new: list[int] = []
+    # Counter prefers the first of equally common lengths.
+    for name in dict.fromkeys((*_ROW_KEYS, *values)):
+        value = values.get(name)
+        length = _length(value)
+        if length is None or isinstance(value, _LIST):
+            continue
+        if is_divided.get(name):
+            known.append(length)
+        elif name not in is_divided:
+            new.append(length)
+    lengths = known or new
     return Counter(lengths).most_common(1)[0][0] if lengths else None
-
-
-def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a value is a list or a tuple, but not a named tuple."""
-    return isinstance(value, _LIST) and not hasattr(value, "_fields")
 
 
 def _length(value: Any) -> int | None:
     """Return the first dimension of a tensor or an array, or the length of a list; None for other
     values.
     """
-    if isinstance(value, PackedSequence):
-        return int(value.batch_sizes[0])
     if isinstance(value, torch.Tensor):
         return value.size(0) if value.dim() else None
-    if _is_list(value) or (is_array(value) and value.ndim):
+    if isinstance(value, _LIST) or (is_array(value) and value.ndim):
         return len(value)
     return None
 
 
+def _is_unusual(value: Any) -> bool:
+    """Return whether a value is a tensor or a named tuple whose rows cannot be indexed, such as a
+    packed sequence.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.is_nested or value.layout != torch.strided
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
 def is_array(value: Any) -> bool:
-    """Return whether a value is a tensor, an array of NumPy or a packed sequence."""
-    if isinstance(value, torch.Tensor | PackedSequence):
+    """Return whether a value is a tensor or an array of NumPy."""
+    if isinstance(value, torch.Tensor):
         return True
     # Ask the type: reading the attribute of a PIL image copies its pixels.
     return hasattr(type(value), "__array_interface__") and hasattr(value, "ndim")
@@ -470,58 +439,20 @@ def arrays_in(value: Any) -> Iterator[Any]:
         yield from arrays_in(item)
 
 
-def _lengths_in(values: Iterable[Any]) -> Iterator[int | None]:
-    """Return the first dimensions of all tensors and arrays in the values."""
-    return (_length(array) for value in values for array in arrays_in(value))
-
-
 def named_items(value: Any, name: str = "") -> list[tuple[str, Any]]:
     """Return the items of a container with their names; an empty list for other values."""
     if isinstance(value, _MAPPING):
         prefix = f"{name}." if name else ""
         return [(f"{prefix}{key}", item) for key, item in value.items()]
-    if isinstance(value, _LIST) and not isinstance(value, PackedSequence):
+    if isinstance(value, _LIST):
         return [(f"{name}[{number}]", item) for number, item in enumerate(value)]
     return []
 
 
-def _values(
-    value: Any, name: str = "", *, known: Collection[str] = (), num_rows: int | None = None
-) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a batch with their names. A list is one value if its name is known, if it
-    has no tensors, or if it has one item per row and its tensors do not have all rows.
-    """
-    is_one_value = name in known
-    # If the first item's name is known, each item is a value.
-    if _is_list(value) and not is_one_value and f"{name}[0]" not in known:
-        lengths = set(_lengths_in(value))
-        has_tensors_of_all_rows = lengths == {num_rows}
-        has_item_per_row = len(value) == num_rows and not has_tensors_of_all_rows
-        is_one_value = not lengths or has_item_per_row
-    items = named_items(value, name)
-    if is_one_value or not items:
-        yield name, value
-        return
-    for item_name, item in items:
-        yield from _values(item, item_name, known=known, num_rows=num_rows)
-
-
 def _select(value: Any, rows: Sequence[int]) -> Any:
     """Return some rows of a value with one entry per row."""
-    if isinstance(value, PackedSequence):
-        sequences = unpack_sequence(value)
-        # torch keeps these indices only if the sequences were not sorted by length.
-        is_sorted = value.sorted_indices is None
-        return pack_sequence([sequences[row] for row in rows], enforce_sorted=is_sorted)
-    if _is_list(value):
-        return type(value)(copy_containers(value[row]) for row in rows)  # type: ignore[call-arg]
-    if isinstance(value, torch.Tensor) and value.is_nested:
-        tensors = value.unbind()
-        return torch.nested.as_nested_tensor([tensors[row] for row in rows], layout=value.layout)
-    if isinstance(value, torch.Tensor) and value.layout != torch.strided:
-        numbers = torch.tensor(rows, device=value.device)
-        coo: torch.Tensor = value.to_sparse_coo()  # type: ignore[no-untyped-call]
-        return coo.index_select(0, numbers).to_sparse(layout=value.layout)
+    if isinstance(value, _LIST):
+        return type(value)(copy_containers(value[row]) for row in rows)
     return value[rows.start : rows.stop] if isinstance(rows, range) else value[list(rows)]
 
 
@@ -541,7 +472,9 @@ def copy_containers(value: Any) -> Any:
 
 def rebuild(value: Any, name: str, change: Callable[[Any, str], Any]) -> Any:
     """Return a copy of a container with changed items; return other values unchanged."""
-    items = [change(item, item_name) for item_name, item in named_items(value, name)]
+    items = []
+    for item_name, item in named_items(value, name):
+        items.append(change(item, item_name))
     if isinstance(value, _MAPPING):
         return like_mapping(value, dict(zip(value, items, strict=True)))
     if not items:
@@ -591,30 +524,39 @@ class LabelCounter:
     def count(self, batch: Any, num_rows: int, *, counts_first: bool) -> float:
         """Return the number of labels of a batch."""
         if self._num_labels is not None:
-            return label_count(self._num_labels(batch))
+            return self._given_count(self._num_labels(batch))
         labels = batch.get("labels") if isinstance(batch, _MAPPING) else None
         if not isinstance(labels, torch.Tensor) or labels.is_floating_point() or not labels.dim():
             return num_rows
-        first = 0 if counts_first else 1
-        if labels.is_nested:
-            # A nested tensor has no columns to slice.
-            rows = labels.unbind()
-            return sum(_num_labels(row[first:] if row.dim() == 1 else row) for row in rows)
-        if labels.dim() == 2 and self._are_of_tokens(labels, batch):
-            labels = labels[:, first:]
-        return _num_labels(labels)
+        tokens = batch.get("tokens", batch.get("input_ids"))
+        # A single column has the labels of classes, which no model shifts, unless the rows have a
+        # single token.
+        is_of_tokens = labels.dim() == 2 and (
+            labels.shape[1] > 1 or (is_table(tokens) and tokens.shape == labels.shape)
+        )
+        if is_of_tokens and not counts_first:
+            labels = labels[:, 1:]
+        return int((labels != IGNORE_INDEX).count_nonzero())
 
     @staticmethod
-    def _are_of_tokens(labels: torch.Tensor, batch: Mapping[str, Any]) -> bool:
-        """Return whether labels `[rows, columns]` belong to tokens. A single column has the labels
-        of classes, which no model shifts, unless the rows have a single token.
+    def _given_count(given: Any) -> float:
+        """Return the result of `num_labels` as a number.
+
+        Raises:
+            SettingError: it is not a number, negative or not finite.
         """
-        tokens = batch.get("tokens", batch.get("input_ids"))
-        return labels.shape[1] > 1 or (is_table(tokens) and tokens.shape == labels.shape)
-
-
-def _num_labels(labels: torch.Tensor) -> int:
-    return int((labels != IGNORE_INDEX).count_nonzero())
+        try:
+            number = float(given)
+        except (RuntimeError, TypeError, ValueError):
+            number = math.nan
+        # NaN is not in this range.
+        if not 0 <= number < math.inf:
+            remedy = (
+                "give a function that returns the number of labels that the loss averages over, or"
+                " the sum of their weights: 0 or more"
+            )
+            raise SettingError("num_labels", given, remedy)
+        return number
 
 
 def shares_of(counts: Sequence[float]) -> tuple[float, ...]:
@@ -640,24 +582,3 @@ def has_shifted_labels(batch: Any) -> bool:
     all_are_next = bool(is_next_token[is_label[:, :-1]].all())
     all_are_own = bool(is_own_token[is_label].all())
     return all_are_next and not all_are_own
-
-
-def label_count(count: Any) -> float:
-    """Return the result of a user's `num_labels` as a number.
-
-    Raises:
-        SettingError: the result is negative or not finite.
-    """
-    remedy = (
-        "give a function that returns the number of labels that the loss averages over, or the sum"
-        " of their weights: 0 or more"
-    )
-    # torch would round a Python float to float32.
-    dtype = torch.float64 if type(count) is float else None
-    try:
-        tensor = torch.as_tensor(count, dtype=dtype)
-    except (RuntimeError, TypeError, ValueError):
-        raise SettingError("num_labels", count, remedy) from None
-    if tensor.is_complex() or tensor.dim() or not 0 <= tensor < math.inf:
-        raise SettingError("num_labels", count, remedy)
-    return float(tensor) if tensor.is_floating_point() else int(tensor)

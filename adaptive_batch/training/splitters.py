@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch.nn import functional
 
 from adaptive_batch._util import count
 from adaptive_batch.data import IGNORE_INDEX
@@ -26,13 +23,10 @@ from .parts import (
     like_mapping,
 )
 
-_TOKENS = ("input_ids", "tokens")
 _POSITIONS = ("position_ids", "positions")
 # Prefix of the keys for document ends and for the length of the longest document.
 _ENDS = "cu_seq"
 _LONGEST = ("max_length", "max_seqlen")
-# Keys whose values may have one entry per token, `[rows, columns]`.
-_OF_TOKENS = (*_TOKENS, *_POSITIONS, "labels", "seq_idx", "attention_mask")
 
 
 class CustomSplit:
@@ -93,18 +87,16 @@ def _may_have_rows(value: Any, num_rows: int) -> bool:
 
 
 class RowSplitter:
-    """Splits packed batches between documents, and other batches between rows.
+    """Splits a packed row between documents, and other batches between rows.
 
     The first batch with several rows decides which keys are divided.
 
     Args:
         trims: whether unused columns are cut.
-        keeps_rows: whether several packed rows are divided by rows, and not by documents.
     """
 
-    def __init__(self, *, trims: bool, keeps_rows: bool = False) -> None:
+    def __init__(self, *, trims: bool) -> None:
         self._trims = trims
-        self._keeps_rows = keeps_rows
         self._is_divided: dict[str, bool] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
@@ -115,7 +107,7 @@ class RowSplitter:
         """
         rows = self.split_sample(batch, self._is_divided)
         # In a batch of one row, a first dimension of 1 does not show that a tensor has rows.
-        if type(rows) is RowsOfBatch and rows.num_rows > 1:
+        if isinstance(rows, RowsOfBatch) and rows.num_rows > 1:
             self._is_divided = rows.is_divided
         return rows
 
@@ -124,67 +116,56 @@ class RowSplitter:
     ) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
         documents = documents_of(batch)
-        if documents is None or (self._keeps_rows and documents.num_packed_rows > 1):
+        if documents is None:
             return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
         return documents
 
 
 class DocumentsOfBatch(BatchSource):
-    """A packed batch, whose parts have whole documents, one after the other in one row.
+    """A packed row, whose parts have whole documents, one after the other in one row.
 
-    Tensors of tokens are divided: ``[rows, columns, ...]``, ``[..., rows, columns]`` and, without a
-    dimension of rows, ``[columns, ...]``; a mask ``[1, heads, columns, columns]`` in both
-    dimensions. The ends of documents (``cu_seq...``), the length of the longest
-    (``max_length...``, ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with
-    numbers above 1) are computed again. Positions do not change, since they restart in each
-    document. Tensors, arrays and lists with one entry per document are divided; numbers and text
-    are copied. Tokens after the last document of a row are in no part.
+    Tensors of tokens are divided: ``[1, tokens, ...]``, ``[..., 1, tokens]`` and, without a
+    dimension of rows, ``[tokens, ...]``; a mask ``[1, heads, tokens, tokens]`` in both dimensions.
+    The ends of documents (``cu_seq...``), the length of the longest (``max_length...``,
+    ``max_seqlen...``) and the numbers of documents (``seq_idx``, or a mask with numbers above 1)
+    are computed again. Positions do not change, since they restart in each document. Tensors,
+    arrays and lists with one entry per document are divided; numbers and text are copied. Tokens
+    after the last document are in no part.
 
     Args:
         batch: tokens and other values by name.
-        spans: start and end of each document in the flattened tokens of all rows.
-        num_rows: packed rows of the batch.
+        ends: end of each document in the tokens.
         problem: reason why the documents cannot be separated; empty if they can.
 
     Attributes:
         num_rows: number of documents.
-        num_packed_rows: number of rows that contain them.
         lengths: number of tokens of each document.
-        width: number of tokens of all rows, padding included.
+        width: number of tokens, padding included.
     """
 
     noun = "document"
     is_packed = True
     knows_lengths = True
 
-    def __init__(
-        self,
-        batch: Mapping[str, Any],
-        spans: Sequence[tuple[int, int]],
-        num_rows: int,
-        problem: str,
-    ) -> None:
+    def __init__(self, batch: Mapping[str, Any], ends: Sequence[int], problem: str) -> None:
         self._batch = batch
-        self._spans = spans
-        self._tokens = _tokens_of(batch)
-        self.num_packed_rows = num_rows
-        self._shape = (num_rows, self._tokens.shape[-1])
-        self.num_rows = len(spans)
         self._problem = problem
+        self._tokens: torch.Tensor = batch.get("input_ids", batch.get("tokens"))
+        self._begins = [0, *ends[:-1]]
+        self.num_rows = len(ends)
+        self._lengths = [end - begin for begin, end in zip(self._begins, ends, strict=True)]
 
-    @cached_property
+    @property
     def lengths(self) -> list[int]:
-        return [end - begin for begin, end in self._spans]
+        return self._lengths
 
     @property
     def width(self) -> int:
-        return int(self._tokens.numel())
+        return self._tokens.numel()
 
     @property
     def treatment(self) -> str:
-        rows, columns = self._shape
-        documents = count(self.num_rows, "document")
-        return f"{documents} packed into {count(rows, 'row')} of {columns} tokens"
+        return f"{count(self.num_rows, 'document')} packed into 1 row of {self.width} tokens"
 
     def part(self, rows: Sequence[int], /) -> Any:
         """Return the batch of some documents; the script's own tensors if these are all.
@@ -193,15 +174,13 @@ class DocumentsOfBatch(BatchSource):
             SettingError: a value has neither one entry per token nor one per document, or the
                 first label of a document would be lost.
         """
-        documents = rows
-        if len(documents) == self.num_rows:
+        if len(rows) == self.num_rows:
             return copy_containers(self._batch)
-        problem = self._problem or self._lost_labels()
-        if problem:
-            raise SettingError("batch", self.treatment, f"{problem}; {SPLIT_REMEDY}")
+        if self._problem:
+            raise SettingError("batch", self.treatment, f"{self._problem}; {SPLIT_REMEDY}")
+        self._check_first_labels()
         values = {
-            key: self._part_of_value(str(key), value, documents)
-            for key, value in self._batch.items()
+            key: self._part_of_value(str(key), value, rows) for key, value in self._batch.items()
         }
         return like_mapping(self._batch, values)
 
@@ -211,38 +190,34 @@ class DocumentsOfBatch(BatchSource):
         document = 0
         if isinstance(labels, torch.Tensor) and labels.numel() == self.width:
             is_label = labels.flatten() != IGNORE_INDEX
-            counts = [is_label[begin:end].count_nonzero() for begin, end in self._spans]
+            counts = [
+                is_label[begin : begin + length].count_nonzero()
+                for begin, length in zip(self._begins, self.lengths, strict=True)
+            ]
             document = int(torch.stack(counts).argmax())
         return self.part([document])
 
-    @cached_property
-    def _unshifted_labels(self) -> torch.Tensor | None:
-        """Labels that the model will shift, since they equal the tokens; None if they differ."""
+    def _check_first_labels(self) -> None:
+        """Raise if a split would lose labels: in the batch, the last token of a document predicts
+        the first label of the next document. In a part, no token may predict it.
+
+        Raises:
+            SettingError: a first label would be lost.
+        """
         labels = self._batch.get("labels")
         if not is_table(labels) or labels.shape != self._tokens.shape:
-            return None
+            return
         is_label = labels != IGNORE_INDEX
-        equal_tokens = bool((labels == self._tokens)[is_label].all())
-        return labels if equal_tokens else None
-
-    def _lost_labels(self) -> str:
-        """Return the problem if a split would lose labels; empty if not.
-
-        In the batch, the last token of a document predicts the first label of the next document. In
-        a part, no token may predict it.
-        """
-        labels = self._unshifted_labels
-        if labels is None:
-            return ""
-        # The first token of a row is never predicted.
-        _, columns = self._shape
-        begins = [begin for begin, _ in self._spans if begin % columns != 0]
-        if bool((labels.flatten()[begins] == IGNORE_INDEX).all()):
-            return ""
-        return (
-            "the last token of a document predicts the first token of the next one; give first"
-            " tokens the label -100"
-        )
+        if bool((labels != self._tokens)[is_label].any()):
+            # The labels are shifted already.
+            return
+        # The first token of the row is never predicted.
+        if bool(is_label[0, self._begins[1:]].any()):
+            problem = (
+                "the last token of a document predicts the first token of the next one; give first"
+                " tokens the label -100"
+            )
+            raise SettingError("batch", self.treatment, f"{problem}; {SPLIT_REMEDY}")
 
     def _part_of_value(self, key: str, value: Any, documents: Sequence[int]) -> Any:
         """Return the part of a value that belongs to some documents."""
@@ -251,10 +226,8 @@ class DocumentsOfBatch(BatchSource):
         if key.startswith(_LONGEST):
             longest = max(lengths)
             return torch.full_like(value, longest) if is_tensor else longest
-        if key.startswith(_ENDS):
+        if key.startswith(_ENDS) and is_tensor:
             ends = torch.tensor([0, *lengths]).cumsum(0)
-            if not is_tensor:
-                return type(value)(ends.tolist())
             # Keep the number of dimensions: [documents + 1] or [1, documents + 1].
             leading_ones = [1] * (value.dim() - 1)
             return ends.to(value).reshape(*leading_ones, -1)
@@ -267,12 +240,12 @@ class DocumentsOfBatch(BatchSource):
             numbers = torch.repeat_interleave(torch.tensor(lengths))
             numbers = numbers.to(value).reshape(entries.shape)
             return torch.where(entries == 0, 0, numbers + 1) if is_numbered_mask else numbers
-        if isinstance(value, list | tuple) and len(value) == self.num_rows:
-            return type(value)(value[number] for number in documents)
-        if is_array(value) and value.ndim and len(value) == self.num_rows:
+        has_items = isinstance(value, list | tuple) or (is_array(value) and value.ndim)
+        if has_items and len(value) == self.num_rows:
+            if isinstance(value, list | tuple):
+                return type(value)(value[number] for number in documents)
             return value[list(documents)]
-        is_scalar = not getattr(value, "ndim", 1)
-        if value is None or isinstance(value, int | float | str) or is_scalar:
+        if value is None or isinstance(value, int | float | str) or not getattr(value, "ndim", 1):
             return value
         size = f"its size is neither {self.num_rows} documents nor {self.width} tokens"
         raise SettingError("batch", key, f"{self.treatment}, and {size}; {SPLIT_REMEDY}")
@@ -280,223 +253,125 @@ class DocumentsOfBatch(BatchSource):
     def _entries_of_tokens(
         self, key: str, value: torch.Tensor, documents: Sequence[int]
     ) -> torch.Tensor | None:
-        """Return the entries for the tokens of some documents in one row; None if the tensor has
-        no tokens.
-        """
-        rows, columns = self._shape
+        """Return the entries for the tokens of some documents; None if the tensor has no tokens."""
+        tokens = self.width
         shape = value.shape
-        if rows == 1 and "mask" in key and shape[-2:] == (columns, columns):
-            of_queries = self._along(-2, value, documents)
-            return self._along(-1, of_queries, documents)
-        if rows > 1 and value is self._unshifted_labels:
-            # In a part, the first token of a row may follow another document.
-            value = value.clone()
-            value[:, 0] = IGNORE_INDEX
-        if shape[:2] == (rows, columns):
-            # [rows, columns, ...] becomes [1, rows * columns, ...].
-            return self._along(1, value.flatten(0, 1)[None], documents)
-        if rows == 1 and (shape == (columns,) or shape[:1] == self._tokens.shape):
-            return self._along(0, value, documents)
-        if shape[-2:] == (rows, columns):
-            # [..., rows, columns] becomes [..., 1, rows * columns].
-            return self._along(-1, value.flatten(-2)[..., None, :], documents)
+        of_documents = [
+            torch.arange(self._begins[number], self._begins[number] + self.lengths[number])
+            for number in documents
+        ]
+        places = torch.cat(of_documents).to(value.device)
+        if "mask" in key and shape[-2:] == (tokens, tokens):
+            return value.index_select(-2, places).index_select(-1, places)
+        if shape[:2] == (1, tokens):
+            return value.index_select(1, places)
+        if shape == (tokens,) or shape[:1] == self._tokens.shape:
+            return value.index_select(0, places)
+        if shape[-2:] == (1, tokens):
+            return value.index_select(-1, places)
         return None
 
-    def _along(self, axis: int, value: torch.Tensor, documents: Sequence[int]) -> torch.Tensor:
-        """Return the entries of some documents along an axis."""
-        spans = [self._spans[number] for number in documents]
-        are_adjacent = all(end == next_begin for (_, end), (next_begin, _) in pairwise(spans))
-        if are_adjacent:
-            # A view of all of them takes no memory.
-            begin, end = spans[0][0], spans[-1][1]
-            return value.narrow(axis, begin, end - begin)
-        return torch.cat([value.narrow(axis, begin, end - begin) for begin, end in spans], axis)
 
-
-class TokensWithoutEnds(RowsOfBatch):
-    """Tokens and labels of one dimension, which may be documents with unknown ends."""
-
-    num_packed_rows = 1
-
-    def part(self, rows: Sequence[int], /) -> Any:
-        """Return the whole batch.
-
-        Raises:
-            SettingError: `rows` are not all rows.
-        """
-        if len(rows) < self.num_rows:
-            remedy = f"nothing shows where documents end; give positions, or {SPLIT_REMEDY}"
-            raise SettingError("batch", f"tokens and labels of [{self.num_rows}]", remedy)
-        return super().part(rows)
-
-
-def documents_of(batch: Any) -> DocumentsOfBatch | TokensWithoutEnds | None:
-    """Return a packed batch as documents; None if the batch is divided by rows.
+def documents_of(batch: Any) -> DocumentsOfBatch | None:
+    """Return a packed row as documents; None if the batch is divided by rows.
 
     The ends of documents are read from the first of these values that the batch has: keys that
     begin with ``cu_seq``; ``seq_idx``, the number of each token's document; ``position_ids`` or
-    ``positions``, which restart at each document; in a single row, an ``attention_mask`` with
-    numbers above 1, the numbers of documents. With positions or a mask, padding at the end belongs
-    to the last document. With positions, a document of one token belongs to the one before.
-
-    Several rows are divided into documents only if the batch has labels and its other values are
-    known. With an unknown value, documents of two rows might attend to each other in one row.
+    ``positions``, which restart at each document; an ``attention_mask`` with numbers above 1, the
+    numbers of documents. With positions or a mask, padding at the end belongs to the last document.
+    With positions, a document of one token belongs to the one before.
     """
-    tokens = _tokens_of(batch) if isinstance(batch, Mapping) else None
-    if not isinstance(tokens, torch.Tensor) or tokens.is_nested or tokens.dim() not in (1, 2):
+    if not isinstance(batch, Mapping):
         return None
-    num_rows, columns = tokens.shape if tokens.dim() == 2 else (1, len(tokens))
-    ends_of_rows: list[list[int]] = []
-    problem = ""
-    if tokens.numel():
-        ends_of_rows, problem = _ends_in(batch, num_rows, columns)
-    num_documents = sum(map(len, ends_of_rows))
-    if num_documents > num_rows:
-        if num_rows > 1 and not _has_only_documents(batch, num_rows, columns):
-            return None
-        # Each document begins where the one before it ends.
-        spans = [
-            (row * columns + begin, row * columns + end)
-            for row, ends in enumerate(ends_of_rows)
-            for begin, end in pairwise([0, *ends])
-        ]
-        return DocumentsOfBatch(batch, spans, num_rows, problem)
-    labels: Any = batch.get("labels")
-    has_labels = isinstance(labels, torch.Tensor) and labels.shape == tokens.shape
-    if not ends_of_rows and tokens.dim() == 1 and has_labels and not labels.is_floating_point():
-        return TokensWithoutEnds(batch)
+    tokens: Any = batch.get("input_ids", batch.get("tokens"))
+    if not isinstance(tokens, torch.Tensor) or tokens.is_nested or not tokens.numel():
+        return None
+    # A packed row has the shape [1, tokens] or [tokens].
+    if tokens.dim() not in (1, 2) or tokens.shape[:-1] not in ((), (1,)):
+        return None
+    ends_by_key: list[list[int]] = []
+    for key, value in batch.items():
+        if str(key).startswith(_ENDS) and is_array(value):
+            numbers = torch.as_tensor(value).flatten().tolist()
+            # The numbers begin with 0. At the end, the last one may be repeated as padding;
+            # Automodel pads with a negative number.
+            ends_by_key.append([end for end in dict.fromkeys(numbers) if end > 0])
+    labels = _of_tokens(batch, "labels", tokens.numel())
+    # Without a dimension of rows, each token would count as a row.
+    is_flat = tokens.dim() == 1 and labels is not None
+    if ends_by_key:
+        ends = ends_by_key[0]
+        problem = _problem_of_ends(ends_by_key, labels, tokens.numel())
+        return DocumentsOfBatch(batch, ends, problem) if is_flat or len(ends) > 1 else None
+    begins = _begins_in(batch, tokens.numel())
+    if begins or (is_flat and begins is not None):
+        return DocumentsOfBatch(batch, [*begins, tokens.numel()], "")
+    if is_flat:
+        # A document may end at each token.
+        problem = "nothing shows where documents end; give positions"
+        return DocumentsOfBatch(batch, range(1, tokens.numel() + 1), problem)
     return None
 
 
-def _has_only_documents(batch: Mapping[str, Any], num_rows: int, columns: int) -> bool:
-    """Return whether the batch has labels, and all its values are those of tokens or documents."""
-    if "labels" not in batch:
-        return False
-    for key, value in batch.items():
-        is_of_documents = str(key).startswith((_ENDS, *_LONGEST))
-        has_shape = getattr(value, "shape", None) == (num_rows, columns)
-        is_of_tokens = key in _OF_TOKENS and has_shape
-        if not (is_of_documents or is_of_tokens):
-            return False
-    return True
-
-
-def _tokens_of(batch: Mapping[str, Any]) -> Any:
-    return batch.get("input_ids", batch.get("tokens"))
-
-
-def _has_numbers(mask: torch.Tensor) -> bool:
-    """Return whether a mask numbers documents, from 1."""
-    return not mask.is_floating_point() and mask.dim() == 2 and int(mask.max()) > 1
-
-
-def _ends_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> tuple[list[list[int]], str]:
-    """Return the ends of the documents of each row, empty if unknown, and the reason why the
-    documents cannot be separated, empty if they can.
-    """
-    ends_by_key: list[list[list[int]]] = []
-    for key, value in batch.items():
-        if str(key).startswith(_ENDS) and (isinstance(value, list) or is_array(value)):
-            try:
-                numbers = torch.as_tensor(value)
-            except (TypeError, ValueError):
-                # Lists of different lengths, one per row.
-                return [], ""
-            if num_rows > 1 and numbers.shape[:-1] != (num_rows,):
-                return [], ""
-            # The numbers begin with 0. At the end, the last one may be repeated as padding;
-            # Automodel pads with a negative number.
-            ends_by_key.append(
-                [
-                    [end for end in dict.fromkeys(row) if end > 0]
-                    for row in numbers.reshape(num_rows, -1).tolist()
-                ]
-            )
-    if ends_by_key:
-        return ends_by_key[0], _problem_of_ends(ends_by_key, batch, num_rows, columns)
-    begins = _begins_in(batch, num_rows, columns)
-    if begins is None:
-        return [], ""
-    # A document ends where the next one begins, and the last one at the end of the row.
-    ends_of_rows: list[list[int]] = [[] for _ in range(num_rows)]
-    for row, column in begins.nonzero().tolist():
-        ends_of_rows[row].append(column)
-    for ends in ends_of_rows:
-        ends.append(columns)
-    return ends_of_rows, ""
-
-
 def _problem_of_ends(
-    ends_by_key: Sequence[Sequence[list[int]]],
-    batch: Mapping[str, Any],
-    num_rows: int,
-    columns: int,
+    ends_by_key: Sequence[list[int]], labels: torch.Tensor | None, num_tokens: int
 ) -> str:
     """Return the reason why documents with these ends cannot be separated; empty if they can.
 
     Args:
-        ends_by_key: ends in each row, for each key that has them.
-        batch: tokens and other values by name.
-        num_rows: rows of the batch.
-        columns: tokens of a row.
+        ends_by_key: ends of the documents, for each key that has them.
+        labels: label of each token; None without labels.
+        num_tokens: tokens of the row.
     """
-    labels = _table(batch, "labels", num_rows, columns)
-    for row, ends in enumerate(ends_by_key[0]):
-        if any(of_key[row] != ends for of_key in ends_by_key):
-            return f"keys that begin with {_ENDS} show different documents"
-        last_end = ends[-1] if ends else 0
-        if ends != sorted(ends) or last_end > columns:
-            return f"ends {ends} do not ascend to {columns} tokens"
-        if labels is not None and ends and bool((labels[row, last_end:] != IGNORE_INDEX).any()):
-            return "there are labels after the last document"
+    ends = ends_by_key[0]
+    if any(other_ends != ends for other_ends in ends_by_key):
+        return f"keys that begin with {_ENDS} show different documents"
+    if ends != sorted(ends) or max(ends, default=0) > num_tokens:
+        return f"ends {ends} do not ascend to {num_tokens} tokens"
+    if labels is not None and ends and bool((labels[ends[-1] :] != IGNORE_INDEX).any()):
+        return "there are labels after the last document"
     return ""
 
 
-def _begins_in(batch: Mapping[str, Any], num_rows: int, columns: int) -> torch.Tensor | None:
-    """Return a bool tensor `[rows, columns]`, true at the first token of each document except the
-    first of a row; None if the batch does not show it.
+def _begins_in(batch: Mapping[str, Any], num_tokens: int) -> list[int] | None:
+    """Return the place of the first token of each document except the first one; None if the batch
+    does not show it.
     """
-    numbers = _table(batch, "seq_idx", num_rows, columns)
+    numbers = _of_tokens(batch, "seq_idx", num_tokens)
     if numbers is not None:
         return _changes(numbers)
-    mask = _table(batch, "attention_mask", num_rows, columns)
-    if num_rows > 1 and mask is not None and not _has_numbers(mask):
-        # With a mask of padding only, the documents of a row attend to each other.
-        return None
-    begins = None
-    position_tables = [_table(batch, key, num_rows, columns) for key in _POSITIONS]
-    positions = next((table for table in position_tables if table is not None), None)
-    if positions is not None:
-        first = positions[:, :1]
-        if num_rows > 1 and bool((first != positions.min()).any()):
-            # A row continues a document of the row before. In a part, it might follow another
-            # document.
-            return None
-        # A document begins where positions restart and then count up: padding may repeat the first
-        # position.
-        is_begin = (positions[:, :-1] == first) & (positions[:, 1:] == first + 1)
-        is_first_of_row = is_begin.cumsum(1) <= 1
-        begins = functional.pad(is_begin & ~is_first_of_row, (0, 1))
-        if bool(begins.any()):
-            return begins
-    if num_rows == 1 and mask is not None and _has_numbers(mask):
+    begins: list[int] | None = None
+    for key in _POSITIONS:
+        positions = _of_tokens(batch, key, num_tokens)
+        if positions is not None:
+            # A document begins where positions restart and then count up: padding may repeat the
+            # first position.
+            first = positions[0]
+            is_begin = (positions[:-1] == first) & (positions[1:] == first + 1)
+            begins = is_begin.nonzero().flatten().tolist()[1:]
+            break
+    mask = _of_tokens(batch, "attention_mask", num_tokens)
+    if not begins and mask is not None and _has_numbers(mask):
         return _changes(mask)
     return begins
 
 
-def _table(batch: Mapping[str, Any], key: str, num_rows: int, columns: int) -> torch.Tensor | None:
-    """Return a value with one integer per token as `[rows, columns]`; None for other values."""
+def _of_tokens(batch: Mapping[str, Any], key: str, num_tokens: int) -> torch.Tensor | None:
+    """Return a value with one integer per token as `[tokens]`; None for other values."""
     value: Any = batch.get(key)
-    if not isinstance(value, torch.Tensor) or value.numel() != num_rows * columns:
+    if not isinstance(value, torch.Tensor) or value.numel() != num_tokens:
         return None
-    return None if value.is_floating_point() else value.reshape(num_rows, columns)
+    return None if value.is_floating_point() else value.flatten()
 
 
-def _changes(numbers: torch.Tensor) -> torch.Tensor:
-    """Return a bool tensor, true where the number of the document changes. In a mask, 0 is padding
-    after the last document.
+def _has_numbers(mask: torch.Tensor) -> bool:
+    """Return whether a mask numbers documents, from 1."""
+    return not mask.is_floating_point() and int(mask.max()) > 1
+
+
+def _changes(numbers: torch.Tensor) -> list[int]:
+    """Return the places where the number of the document changes. In a mask, 0 is padding after the
+    last document.
     """
-    is_other_number = numbers[:, 1:] != numbers[:, :-1]
-    changes = is_other_number & (numbers[:, 1:] != 0)
-    # The first token of a row changes nothing.
-    return functional.pad(changes, (1, 0))
+    changes = (numbers[1:] != numbers[:-1]) & (numbers[1:] != 0)
+    return [place + 1 for place in changes.nonzero().flatten().tolist()]

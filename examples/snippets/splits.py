@@ -75,7 +75,7 @@ def split(batch):
 assert trained(model, loss_of, batch, split) == 2
 
 
-# Detection: each item of the tuples is a row, so `split=` is not needed.
+# Detection: each item of the two tuples is a row.
 model = nn.Conv2d(3, 2, 3)
 images = tuple(torch.randn(3, 8 + number, 8) for number in range(4))
 targets = tuple({"boxes": torch.rand(1 + number, 4), "label": number % 2} for number in range(4))
@@ -87,7 +87,14 @@ def loss_of(batch):
     return cross_entropy(logits, torch.tensor([target["label"] for target in targets]))
 
 
-assert trained(model, loss_of, (images, targets)) == 2
+def split(batch):
+    def part(rows):
+        return tuple(tuple(values[row] for row in rows) for values in batch)
+
+    return SplitBatch(len(batch[0]), part)
+
+
+assert trained(model, loss_of, (images, targets), split) == 2
 
 
 # Graphs: nodes and edges of all graphs are concatenated, as in PyTorch Geometric.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.packed_batches import FORMS, FORMS_IN_ROWS, Attends
+from support.packed_batches import FORMS, Attends
 from support.processes import run_on_ranks
 from support.sharded_model import (
     Decoder,
@@ -222,7 +222,6 @@ def test_all_ranks_refuse_alike():
     assert not has_gradients
 
 
-FORMS_OF_BATCHES = FORMS | FORMS_IN_ROWS
 DOCUMENTS = ([5, 3, 8, 2], [7, 4])
 
 
@@ -230,7 +229,7 @@ def split_on_ranks(form):
     model = Attends()
     alone = copy.deepcopy(model)
     for lengths in DOCUMENTS:
-        (alone(FORMS_OF_BATCHES[form](lengths)) / len(DOCUMENTS)).backward()
+        (alone(FORMS[form](lengths)) / len(DOCUMENTS)).backward()
     expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
     fully_shard(model)
 
@@ -238,13 +237,13 @@ def split_on_ranks(form):
         (model(part.batch) * part.share).backward()
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
-    step(FORMS_OF_BATCHES[form](DOCUMENTS[distributed.rank()]))
+    step(FORMS[form](DOCUMENTS[distributed.rank()]))
     found = whole_gradients(model)
     errors = [float((found[name] - expected[name]).abs().max()) for name in expected]
     return max(errors), step.num_micro_batches
 
 
-@pytest.mark.parametrize("form", ["positions", "flattened", "torchtitan", "rows of positions"])
+@pytest.mark.parametrize("form", ["positions", "flattened", "torchtitan"])
 def test_packed_batches_are_split_alike_and_gradients_are_the_mean_of_both_ranks(form):
     for error, num_micro_batches in run_on_ranks(split_on_ranks, 2, form):
         assert error < 1e-12

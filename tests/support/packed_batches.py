@@ -66,51 +66,9 @@ FORMS = {
 }
 
 
-def in_rows(make):
-    """Return a function that makes two padded rows of documents, each with `make`."""
-
-    def make_rows(lengths):
-        middle = -(-len(lengths) // 2)
-        rows = [make(lengths[:middle]), make(lengths[middle:])]
-        return {key: padded([row[key] for row in rows], key) for key in rows[0]}
-
-    return make_rows
-
-
-def padded(values, key):
-    width = max(value.shape[-1] for value in values)
-    fill = {"labels": -100, "cu_seqlens": -1000}.get(key, 0)
-    return torch.cat(
-        [functional.pad(value, (0, width - value.shape[-1]), value=fill) for value in values]
-    )
-
-
-def nested(lengths):
-    tokens, labels, _ = flat(lengths)
-    split = [torch.split(tensor, lengths) for tensor in (tokens, labels)]
-    own, own_labels = (torch.nested.nested_tensor([*each], layout=torch.jagged) for each in split)
-    return {"input_ids": own, "labels": own_labels}
-
-
-FORMS_IN_ROWS = {
-    "rows of positions": in_rows(FORMS["positions"]),
-    "rows of ends": in_rows(lambda lengths: row_of(lengths, cu_seqlens=ends_of(lengths)[None])),
-    "rows of numbers": in_rows(FORMS["numbers"]),
-    "rows of a numbered mask": in_rows(
-        lambda lengths: {**FORMS["positions"](lengths), **FORMS["numbered mask"](lengths)}
-    ),
-}
-
-
 def documents_in(batch, num_tokens):
     """Return the document number of each token, read from the batch."""
     for key, value in batch.items():
-        if key.startswith("cu_seq") and len(value) == 2 and value.dim() == 2:
-            columns = torch.arange(num_tokens // 2)
-            numbers = [
-                torch.searchsorted(row[row > 0].long(), columns, right=True) for row in value
-            ]
-            return torch.cat([numbers[0], numbers[1] + num_tokens])
         if key.startswith("cu_seq"):
             ends = value.flatten()[1:]
             longest = value[value >= 0].diff().max()
@@ -118,8 +76,7 @@ def documents_in(batch, num_tokens):
             return torch.searchsorted(ends[ends > 0].long(), torch.arange(num_tokens), right=True)
     for key in ("seq_idx", "attention_mask"):
         if key in batch and batch[key].dim() == 2:
-            row = torch.arange(len(batch[key]))[:, None]
-            return (batch[key] + num_tokens * row).flatten()
+            return batch[key].flatten()
     positions = batch.get("position_ids", batch.get("positions")).flatten()
     return (positions == 0).cumsum(0)
 
@@ -136,10 +93,6 @@ class Attends(nn.Module):
         self.double()
 
     def forward(self, batch):
-        if batch.get("input_ids", self.head.weight).is_nested:
-            lengths = batch["input_ids"].offsets().diff().tolist()
-            values = {key: value.values()[None] for key, value in batch.items()}
-            return self({**values, "seq_idx": numbers_of(lengths)[None]})
         tokens = batch.get("tokens", batch.get("input_ids")).flatten()
         numbers = documents_in(batch, len(tokens))
         sees = (numbers[:, None] == numbers).tril()

@@ -45,8 +45,8 @@ def gradients_of_whole(model, loss, batch):
     return taken_gradients(model)
 
 
-def new_step(model, loss, **arguments):
-    """A step that splits by two rows, and the parts that it trains."""
+def new_step(model, loss, size=2, **arguments):
+    """A step that splits by rows, and the parts that it trains."""
     parts: list[Part] = []
 
     def forward_backward(part):
@@ -54,7 +54,7 @@ def new_step(model, loss, **arguments):
             parts.append(part)
         (loss(model, part.batch) * part.share).backward()
 
-    return AdaptiveStep(model, forward_backward, micro_batch_size=2, **arguments), parts
+    return AdaptiveStep(model, forward_backward, micro_batch_size=size, **arguments), parts
 
 
 Y = torch.tensor([0, 2, 1, 2])
@@ -72,16 +72,10 @@ def of_masked(more):
     return lambda model, batch: cross_entropy(pooled(model, batch, more(model, batch)), batch["y"])
 
 
-def of_pictures(model, batch):
-    pictures, targets = batch
+def of_targets(model, batch):
+    pictures, targets = batch["pictures"], batch["targets"]
     outputs = torch.stack([model.conv(picture[None]).mean() for picture in pictures])
     return (outputs - torch.stack([target["score"] for target in targets])).square().mean()
-
-
-def of_graphs(model, graphs):
-    return torch.stack(
-        [cross_entropy(model.linear(graph["x"]).sum(0), graph["y"]) for graph in graphs]
-    ).mean()
 
 
 def of_mean(model, batch):
@@ -89,18 +83,8 @@ def of_mean(model, batch):
     return cross_entropy(outputs, torch.as_tensor(batch["y"]))
 
 
-def of_sequences(unpack):
-    return lambda model, batch: cross_entropy(
-        torch.stack([model.linear(row).mean(0) for row in unpack(batch)]), batch["y"]
-    )
-
-
 PICTURES = [torch.randn(3, 8 + row, 9, generator=random) for row in range(4)]
 TARGETS = [{"score": torch.ones(()), "boxes": torch.zeros(row + 2, 4)} for row in range(4)]
-GRAPHS = [
-    {"x": x, "edges": torch.zeros(2, 5), "y": Y[row]} for row, x in enumerate(rows_of(5, 5, 3, 7))
-]
-
 EXACT = {
     "boxes beside a mask": (
         {**MASKED, "bbox": torch.randn(4, 4, 4, generator=random)},
@@ -116,34 +100,19 @@ EXACT = {
         {**MASKED, "position_ids": torch.arange(4)[None]},
         of_masked(lambda model, batch: model.embedding(batch["position_ids"])),
     ),
-    "tuples of pictures and targets": ((tuple(PICTURES), tuple(TARGETS)), of_pictures),
-    "pairs of a picture and a target": (
-        list(zip(PICTURES, TARGETS, strict=True)),
-        lambda model, batch: of_pictures(model, zip(*batch, strict=True)),
+    "lists of pictures and targets beside a tensor": (
+        {"pictures": PICTURES, "targets": tuple(TARGETS), "y": Y},
+        of_targets,
     ),
     "a tensor": (
         torch.randn(4, 4, generator=random),
         lambda model, batch: model.linear(batch).square().mean(),
     ),
-    "a list of mappings": (GRAPHS, of_graphs),
-    "lists of words and labels": (
-        {"words": [["a"], ["bb", "c"], ["dd"], ["e"]], "labels": [0, 1, 1, 2]},
+    "a list of words beside a tensor": (
+        Pair([["a"], ["bb", "c"], ["dd"], ["e"]], Y),
         lambda model, batch: cross_entropy(
-            model.linear(model.embedding(torch.tensor([len(row) for row in batch["words"]]))),
-            torch.tensor(batch["labels"]),
+            model.linear(model.embedding(torch.tensor([len(row) for row in batch.x]))), batch.y
         ),
-    ),
-    "a table beside tensors": (
-        Pair(torch.randn(4, 4, generator=random), (Y, torch.ones(3))),
-        lambda model, batch: cross_entropy(model.linear(batch.x) * batch.y[1], batch.y[0]),
-    ),
-    "a packed sequence in another order": (
-        {"x": pack_sequence(rows_of(2, 5, 3, 4), enforce_sorted=False), "y": Y},
-        lambda model, batch: cross_entropy(model.rnn(batch["x"])[1][0], batch["y"]),
-    ),
-    "jagged rows": (
-        {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5), layout=torch.jagged), "y": Y},
-        of_sequences(lambda batch: batch["x"].unbind()),
     ),
     "an array of texts": (
         {"x": torch.randn(4, 2, 4, generator=random), "y": np.array(["0", "2", "1", "2"], object)},
@@ -163,12 +132,40 @@ def test_rows_of_any_layout_are_divided(batch, loss):
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
+UNDIVIDED = {
+    "a packed sequence": {"x": pack_sequence(rows_of(5, 4, 3, 2)), "y": Y},
+    "jagged rows": {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5), layout=torch.jagged)},
+    "nested rows": {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5)), "y": Y},
+    "a sparse tensor": {"x": torch.eye(4).to_sparse(), "y": Y},
+    "views of all rows": {"x": [torch.ones(4, 3), torch.ones(4, 3)], "y": Y},
+    "a list that has a tensor of all rows": {"x": [Y, torch.ones(3)], "y": Y},
+    "pictures of one size": {"x": [torch.ones(4, 8, 9)] * 3, "y": Y},
+    "tensors of several sizes in a list": [torch.ones(4, 3), torch.ones(5, 3)],
+    "a named tuple": {"x": Pair(Y, Y), "y": Y},
+}
+
+
+@pytest.mark.parametrize("batch", UNDIVIDED.values(), ids=UNDIVIDED)
+def test_rows_that_cannot_be_indexed_train_whole_and_are_refused_where_they_would_be_split(batch):
+    model = Model()
+    for size in (4, 2):
+        step, parts = new_step(model, lambda model, batch: model.linear.weight.sum(), size=size)
+        if size == 4:
+            step(batch)
+            assert [(part.num_rows, type(part.batch)) for part in parts] == [(4, type(batch))]
+            continue
+        says = r"cannot be divided by rows \(.*\); give split="
+        with pytest.raises(SettingError, match=says):
+            step(batch)
+
+
 @pytest.mark.parametrize(
     ("batch", "treatment"),
     [
         ({"scale": 2.0, "name": "train"}, "scale, name kept whole"),
         ({"texts": ["a", "b"], "sizes": [1, 2, 3]}, "texts, sizes kept whole"),
-        (["a", 2.0], "the batch kept whole"),
+        ([{"x": torch.ones(3)}, {"x": torch.ones(2)}], "the batch kept whole"),
+        (([torch.ones(3)] * 4, [torch.ones(2, 4)] * 4), r"\[0\], \[1\] kept whole"),
         (nn.Identity(), "the batch kept whole"),
     ],
 )
@@ -259,18 +256,6 @@ def test_neither_one_row_nor_a_sample_decides(first):
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
-def test_pictures_that_are_as_many_as_their_channels_are_not_divided_by_these():
-    model = Model()
-    step, parts = new_step(model, of_pictures)
-    for num_rows in (4, 3):
-        batch = (tuple(PICTURES[:num_rows]), tuple(TARGETS[:num_rows]))
-        expected = gradients_of_whole(model, of_pictures, batch)
-        step(batch)
-        assert sum(len(part.batch[0]) for part in parts) == num_rows
-        assert relative_error(taken_gradients(model), expected) <= ROUNDING
-        parts.clear()
-
-
 def pop_y(inner):
     inner.pop("y")
 
@@ -280,8 +265,7 @@ CONTAINERS = {
     "a mapping of a class": (UserDict, pop_y),
     "an encoding": (BatchEncoding, pop_y),
     "an output": (lambda values: TokenClassifierOutput(logits=values["y"]), dict.clear),
-    "a list": (lambda values: [values["y"]], list.pop),
-    "a named tuple": (lambda values: Pair([values["y"]], 0), lambda inner: inner.x.pop()),
+    "a list": (lambda values: [2.0], list.pop),
     "a list of mappings": (
         lambda values: [{"y": each} for each in values["y"]],
         lambda inner: [each.pop("y") for each in inner],
@@ -293,13 +277,13 @@ CONTAINERS = {
 @pytest.mark.parametrize(("build", "pop"), CONTAINERS.values(), ids=CONTAINERS)
 def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(build, pop):
     model = Model()
-    batch = {"x": torch.randn(4, 4, generator=random), "more": [build({"y": Y})]}
+    batch = {"x": torch.randn(4, 4, generator=random), "more": build({"y": Y})}
     attempts = []
 
     def forward_backward(part):
-        inner = part.batch["more"][0]
+        inner = part.batch["more"]
         if part.num_rows == 4:
-            assert type(inner) is type(batch["more"][0])
+            assert type(inner) is type(batch["more"])
         assert len(inner)
         pop(inner)
         if not part.is_trial:
@@ -309,12 +293,12 @@ def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(build
         (model.linear(part.batch["x"]).mean() * part.share).backward()
 
     def statistics(part):
-        pop(part.batch["more"][0])
+        pop(part.batch["more"])
         return {"rows": part.num_rows}
 
     AdaptiveStep(model, forward_backward, statistics=statistics)(batch)
     assert attempts == [4, 2, 2]
-    assert len(batch["more"][0])
+    assert len(batch["more"])
 
 
 def test_a_batch_without_the_rows_of_an_earlier_one_is_refused():

@@ -403,23 +403,15 @@ def test_a_part_with_only_first_labels_is_named_while_no_check_could_tell(caplog
     assert "a part is left out, since its only labels are the first ones" in caplog.text
 
 
-@pytest.mark.parametrize("nested", [False, True])
-def test_rows_of_one_token_have_no_label_in_a_causal_model(nested):
+def test_rows_of_one_token_have_no_label_in_a_causal_model():
     model = token_model()
 
     def causal(model, batch):
         ids, labels = batch["input_ids"], batch["labels"]
-        if nested:
-            ids, labels = ids.to_padded_tensor(0), labels.to_padded_tensor(-100)
         return cross_entropy(model(ids)[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
     def batch_of(lengths):
         tokens = [torch.randint(1, 9, (length,)) for length in lengths]
-        if nested:
-            return {
-                "input_ids": torch.nested.nested_tensor(tokens, layout=torch.jagged),
-                "labels": torch.nested.nested_tensor(tokens, layout=torch.jagged),
-            }
         ids = nn.utils.rnn.pad_sequence(tokens, batch_first=True)
         labels = nn.utils.rnn.pad_sequence(tokens, batch_first=True, padding_value=-100)
         return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": labels}

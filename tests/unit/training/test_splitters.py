@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import FORMS, FORMS_IN_ROWS, VOCABULARY, Attends, flat, nested, row_of
+from support.packed_batches import FORMS, Attends, flat, row_of
 
 from adaptive_batch import AdaptiveStep, SettingError
 from adaptive_batch.training.splitters import documents_of
@@ -28,23 +28,19 @@ def gradients(model, batch, **arguments):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]), parts
 
 
-ALL_FORMS = {**FORMS, **FORMS_IN_ROWS, "nested": nested}
 LENGTHS = st.lists(st.integers(2, 9), min_size=2, max_size=8)
 
 
-@pytest.mark.parametrize("form", ALL_FORMS)
+@pytest.mark.parametrize("form", FORMS)
 @given(lengths=LENGTHS, size=st.integers(1, 30), by_tokens=st.booleans())
 @examples(25)
 def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by_tokens):
-    batch = ALL_FORMS[form](lengths)
-    if form in FORMS:
-        assert list(documents_of(batch).lengths) == lengths
+    batch = FORMS[form](lengths)
+    assert documents_of(batch).lengths == lengths
     model = Attends()
     expected, whole = gradients(model, batch)
     assert [part.num_rows for part in whole] == [len(lengths)]
     assert all(whole[0].batch[key] is value for key, value in batch.items())
-    # Nothing but its own method shows the lengths of a nested tensor.
-    by_tokens &= form != "nested"
     limit = {"micro_batch_tokens": size} if by_tokens else {"micro_batch_size": -(-size // 6)}
     found, parts = gradients(model, batch, **limit)
     assert (found - expected).abs().max() < 1e-12
@@ -87,8 +83,10 @@ def test_a_value_that_belongs_to_neither_tokens_nor_documents_is_refused(value):
 
 def test_a_batch_without_positions_and_labels_that_another_document_predicts_are_refused():
     tokens, labels, positions = flat([4, 5])
-    with pytest.raises(SettingError, match=r"^batch='tokens and labels of \[9\]': .* positions"):
+    with pytest.raises(SettingError, match=r"^batch='9 documents .* positions"):
         gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
+    # The tokens of a single document are no rows.
+    assert documents_of({"tokens": tokens[:4], "labels": labels[:4], "positions": positions[:4]})
     batch = row_of([4, 5], position_ids=positions[None], labels=tokens[None])
     with pytest.raises(SettingError, match="predicts the first token of the next one"):
         gradients(Attends(), batch, micro_batch_size=1)
@@ -110,47 +108,6 @@ def test_tokens_after_the_last_document_are_in_no_part():
     batch["labels"][0, 10] = 3
     with pytest.raises(SettingError, match="there are labels after the last document"):
         documents_of(batch).part([1])
-
-
-POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2], [0, 1, 0, 1, 2, 3]])
-NUMBERS = torch.tensor([[0, 0, 0, 1, 1, 1], [0, 0, 1, 1, 1, 1]])
-SAME = NUMBERS[:, None, :, None] == NUMBERS[:, None, None]
-
-
-@pytest.mark.parametrize(
-    ("values", "num_documents"),
-    {
-        "positions": ({"position_ids": POSITIONS}, 4),
-        "positions of three axes": ({"position_ids": POSITIONS.expand(3, 2, 6)}, None),
-        "a row goes on with a document": (
-            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [3, 4, 5, 6, 7, 8]])},
-            None,
-        ),
-        "rows go on with documents": (
-            {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2], [3, 4, 0, 1, 3, 4]])},
-            None,
-        ),
-        "numbers by another name": ({"position_ids": POSITIONS, "document_ids": NUMBERS}, None),
-        "a scale": ({"position_ids": POSITIONS, "scale": 2.0}, None),
-        "a mask of padding": (
-            {"position_ids": POSITIONS, "attention_mask": torch.ones_like(POSITIONS)},
-            None,
-        ),
-        "a numbered mask": ({"position_ids": POSITIONS, "attention_mask": NUMBERS + 1}, 4),
-        "a mask of tokens x tokens": ({"seq_idx": NUMBERS, "attention_mask": SAME}, None),
-        "numbers": ({"seq_idx": NUMBERS, "max_length_q": 4}, 4),
-        "lists of ends": ({"cu_seqlens": [[0, 3, 6], [0, 2, 4, 6]]}, None),
-        "tensors of ends": ({"cu_seqlens": [torch.tensor([0, 3, 6]), torch.tensor([0, 6])]}, None),
-        "no labels": ({"position_ids": POSITIONS, "labels": None}, None),
-    }.values(),
-)
-def test_several_rows_are_divided_between_documents_only_if_all_values_are_known(
-    values, num_documents
-):
-    tokens = torch.randint(VOCABULARY, (2, 6))
-    batch = {"input_ids": tokens, "labels": tokens.roll(-1, 1), **values}
-    documents = documents_of({key: value for key, value in batch.items() if value is not None})
-    assert (documents and documents.num_rows) == num_documents
 
 
 def test_rows_that_are_not_packed_have_no_documents():
@@ -189,10 +146,10 @@ def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
         step(row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None]))
 
 
-@given(lengths=LENGTHS, form=st.sampled_from(sorted(ALL_FORMS)), fails_at=st.integers(0, 9))
+@given(lengths=LENGTHS, form=st.sampled_from(sorted(FORMS)), fails_at=st.integers(0, 9))
 @examples(40)
 def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, form, fails_at):
-    model, batch, ran = Attends(), ALL_FORMS[form](lengths), []
+    model, batch, ran = Attends(), FORMS[form](lengths), []
 
     def forward_backward(part):
         if not part.is_trial:
