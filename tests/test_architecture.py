@@ -35,8 +35,8 @@ OPTIONAL = {
     "report": {"matplotlib", "jinja2"},
     "_util": {"tqdm"},
     "doctor": {"packaging"},
-    # Lightning brings the first, Axolotl the second; its plugin adopts a Trainer of Transformers.
-    "integrations": {"torchmetrics", "pydantic", "transformers"},
+    # Lightning brings the second, Axolotl the third; its plugin adopts a Trainer of Transformers.
+    "integrations": {"numpy", "torchmetrics", "pydantic", "transformers"},
 }
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "recipes").glob("*.py"))]
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from adaptive_batch._util import check_options, count, instance_of, nearest, one_of, option
+from adaptive_batch._util import check_options, count, instance_of, one_of, option
 from adaptive_batch.data import DatasetAdapter
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import RULES
@@ -65,9 +64,8 @@ class AdaptiveArguments(PlainArguments):
         split: see :class:`adaptive_batch.AdaptiveStep`.
         num_labels: see :class:`adaptive_batch.AdaptiveStep`.
         options: options of :class:`adaptive_batch.AdaptiveStep`.
-        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, or its dotted path, called
-            at the start of each epoch, including epoch 0. None: a constant batch size.
-            AdaptiveTrainer only.
+        batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
+            each epoch, including epoch 0. None: a constant batch size. AdaptiveTrainer only.
         lr_scaling: factor that scales the learning rate of the trainer's scheduler as the batch
             grows: ``none``, ``linear`` or ``sqrt`` in rows / `per_device_train_batch_size`.
             AdaptiveTrainer only.
@@ -84,26 +82,11 @@ class AdaptiveArguments(PlainArguments):
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None
     options: StepOptions = field(default_factory=StepOptions)
-    batch_increase_function: Callable[[int, int], int] | str | None = None
+    batch_increase_function: Callable[[int, int], int] | None = None
     lr_scaling: str = option("none", one_of(*RULES))
-
-    def __new__(cls, *_: Any, **given: Any) -> AdaptiveArguments:
-        names = [each.name for each in fields(cls)]
-        for name, value in given.items():
-            if name not in names:
-                raise SettingError(name, value, f"unknown argument; {nearest(name, names)}")
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_options(self)
-        path = self.batch_increase_function
-        if isinstance(path, str):
-            try:
-                function = pkgutil.resolve_name(path)
-            except (ImportError, AttributeError, ValueError) as error:
-                remedy = f"it cannot be imported: {error}; give a path such as my_module.grow"
-                raise SettingError("batch_increase_function", path, remedy) from error
-            object.__setattr__(self, "batch_increase_function", function)
         MicroBatchSizer(
             micro_batch_size=self.micro_batch_size, micro_batch_tokens=self.micro_batch_tokens
         )

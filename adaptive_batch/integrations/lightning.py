@@ -7,13 +7,15 @@ Lightning still handles clipping, precision, accumulation, loggers and checkpoin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import signature
 from typing import Any
 
 import lightning
+import numpy as np
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
@@ -22,20 +24,20 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
-from adaptive_batch._util import count, instance_of, replaced
+from adaptive_batch._util import instance_of, replaced
 from adaptive_batch.distributed import Replicas
 from adaptive_batch.errors import AdaptiveBatchError, DoesNotFitError, SettingError
 from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import PartLogs, is_number, leaves, over_parts
+from .part_logs import PartLogs, is_number, over_parts, walk
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
 _FIX = "lower batch_size of the DataLoader"
-# Name of an output that is not a mapping.
-_ONLY = "the output"
+# Key of the mean that a step method returned.
+_RETURNED = "the output"
 _EVALUATIONS = ("validation_step", "test_step", "predict_step")
 # Private methods of Lightning's loop. The first creates the closure of a batch; it is replaced
 # during training.
@@ -60,12 +62,12 @@ class AdaptiveCallback(Callback):
 
     The callback averages the values that ``training_step`` logs over the micro-batches, weighted by
     the micro-batches' shares of the labels, and logs each value once per batch. Metrics from
-    torchmetrics count each row once. Neither includes trials and failed attempts. Outputs other
-    than the loss are concatenated if they have one entry per row of the micro-batch. Otherwise, the
-    last micro-batch's output is returned.
+    torchmetrics count each row once. Neither includes trials and failed attempts. If a batch may be
+    split, ``training_step`` must return only the loss.
 
     A batch of ``validation_step``, ``test_step`` or ``predict_step`` that runs out of memory is
-    repeated in micro-batches, on that rank only.
+    repeated in micro-batches, on that rank only. The method may return a mean, a tensor with one
+    entry per row, or None.
 
     Args:
         adaptive: arguments; None for the defaults of :class:`AdaptiveArguments`.
@@ -108,7 +110,7 @@ class AdaptiveCallback(Callback):
                     " optimization"
                 )
 
-        def forward_backward(part: Part) -> _Result:
+        def forward_backward(part: Part) -> ClosureResult:
             return self._run_part(part)
 
         forward_backward.__name__ = f"{type(pl_module).__name__}.training_step"
@@ -143,19 +145,18 @@ class AdaptiveCallback(Callback):
         if clear_gradients is not None:
             clear_gradients()
         module = trainer.lightning_module
-        is_sum = self.adaptive.loss_reduction == "sum"
         logs = _ModuleLogs(module)
         # The step, which was created once for all batches, calls this for each micro-batch.
-        self._run_part = partial(_run_part, trainer, kwargs, optimizer, is_sum, logs)
+        self._run_part = partial(_run_part, trainer, kwargs, optimizer, self.adaptive, logs)
         self._find_bound(trainer, self.step)
         results = self.step(kwargs["batch"])
         # Lightning logs by the hook in which `log` is called, and no hook is running here.
         with replaced(module, _current_fx_name="training_step"):
             logs.log()
-        losses = [result.loss for result in results if result.loss is not None]
+        losses = [result.closure_loss for result in results if result.closure_loss is not None]
         loss = torch.stack(losses).sum() if losses else None
-        num_rows = sum(len(micro_batch.rows) for micro_batch in self.step.micro_batches)
-        return ClosureResult(loss, _joined(results, num_rows))
+        # Only a batch that runs as a whole has other outputs.
+        return ClosureResult(loss, extra=results[0].extra if results else {})
 
     def _find_bound(self, trainer: Trainer, step: AdaptiveStep) -> None:
         """Search for the largest micro-batch if it is ``auto`` and not found yet."""
@@ -214,27 +215,32 @@ class AdaptiveCallback(Callback):
             # No device shows whose memory could run out.
             return evaluate(batch, *numbers)
         logs = _ModuleLogs(module)
-        outputs: list[Mapping[str, Any]] = []
+        output: Any = None
         # Names of the means of each micro-batch, with those of failed attempts.
         names: list[list[Any]] = []
 
-        def forward(part: Any) -> tuple[torch.Tensor | None, dict[str, Any]]:
-            """Return the means of a micro-batch as one tensor, and its other outputs by name."""
+        def forward(part: Any) -> tuple[torch.Tensor | None, Any]:
+            """Return the means of a micro-batch as one tensor, and its output if it is no mean."""
+            nonlocal output
             with logs.collect():
-                result = evaluate(part, *numbers)
-            output = result if isinstance(result, Mapping) else {_ONLY: result}
-            # Drop the outputs of failed attempts, whose calls are gone.
-            del outputs[len(logs.calls) - 1 :]
-            outputs.append(output)
-            means = _means(output, logs.calls[-1])
+                output = evaluate(part, *numbers)
+            means = {
+                key: value
+                for key, (value, metric, keywords) in logs.calls[-1].items()
+                if metric is None and _reduction(metric, keywords) == "mean"
+            }
+            # A tensor with a dimension has one entry for each row, even if there is only one row.
+            returns_mean = is_number(output) and not getattr(output, "ndim", 0)
+            if returns_mean:
+                means[_RETURNED] = output
             names.append([*means])
             if names[-1] != names[0]:
                 raise _cannot_split(name, "it logs or returns other names for other rows")
-            others = {key: value for key, value in output.items() if key not in means}
+            of_rows = None if returns_mean else output
             if not means:
-                return None, others
+                return None, of_rows
             as_tensor = partial(torch.as_tensor, dtype=torch.float32, device=module.device)
-            return torch.stack([as_tensor(mean).reshape(()) for mean in means.values()]), others
+            return torch.stack([as_tensor(mean).reshape(()) for mean in means.values()]), of_rows
 
         # The first split of each is checked, as another method or loader may give other results.
         key = (name, *numbers[1:])
@@ -250,19 +256,14 @@ class AdaptiveCallback(Callback):
                 fix=_FIX,
                 options=self.adaptive.options,
             )
-        reduced, others, logs.weights = self._evaluations[key].run(
+        reduced, of_rows, logs.weights = self._evaluations[key].run(
             batch, forward, snapshot=logs.snapshot
         )
-        first_output = outputs[0]
-        if len(logs.calls) == 1:
-            # Return the output of the whole batch as it is.
-            logs.log()
-            return first_output.get(_ONLY, first_output)
-        logs.means = means = {key: reduced[number] for number, key in enumerate(names[0])}
+        if len(logs.calls) > 1:
+            logs.means = {key: reduced[number] for number, key in enumerate(names[0])}
+            output = logs.means.get(_RETURNED, of_rows)
         logs.log()
-        # Means that were only logged are not returned.
-        joined = others | {key: mean for key, mean in means.items() if key in first_output}
-        return joined.get(_ONLY, joined)
+        return output
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         vars(trainer.fit_loop.epoch_loop.automatic_optimization).pop(_MAKES_CLOSURE, None)
@@ -325,45 +326,39 @@ class _ModuleLogs(PartLogs):
         self.logger.log(name, self.means.get(key, value), **keywords)
 
 
-@dataclass(frozen=True)
-class _Result:
-    """Result of ``training_step`` for a micro-batch.
-
-    Attributes:
-        rows: numbers of its rows in the batch.
-        loss: loss, weighted by its share of the labels.
-        outputs: other outputs.
-    """
-
-    rows: Sequence[int]
-    loss: torch.Tensor | None
-    outputs: dict[str, Any]
-
-
 def _run_part(
     trainer: Trainer,
     kwargs: Mapping[str, Any],
     optimizer: torch.optim.Optimizer,
-    is_sum: bool,
+    adaptive: AdaptiveArguments,
     logs: _ModuleLogs,
     part: Part,
-) -> _Result:
-    """Run a micro-batch.
+) -> ClosureResult:
+    """Run a micro-batch; return its loss, weighted by its share of the labels.
 
     Args:
         trainer: trainer that owns the loop.
         kwargs: arguments of ``training_step`` for the whole batch.
         optimizer: optimizer of the model.
-        is_sum: whether the losses of micro-batches add up, without weights.
+        adaptive: arguments.
         logs: logs of the batch.
         part: micro-batch.
+
+    Raises:
+        SettingError: ``training_step`` returns other outputs, which cannot be joined.
     """
+    is_sum = adaptive.loss_reduction == "sum"
     loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
     with logs.of_part(part, part.num_rows if is_sum else part.share):
         result = loop._training_step({**kwargs, "batch": part.batch})
+        if result.extra and adaptive.may_split:
+            remedy = (
+                "a batch that may be split returns only the loss; log other values with self.log,"
+                " or give AdaptiveArguments no micro-batch size and"
+                ' options=StepOptions(on_out_of_memory="raise")'
+            )
+            raise SettingError("training_step", f"returns {', '.join(result.extra)}", remedy)
         loss: torch.Tensor | None = result.closure_loss
-        # The graph would keep the micro-batch's activations alive.
-        outputs = recursive_detach(result.extra)
         if loss is not None:
             # An unsplit batch stays bitwise equal to Lightning's.
             if part.share != 1.0 and not is_sum:
@@ -380,83 +375,46 @@ def _run_part(
                 with replaced(trainer.precision_plugin, **hooks):
                     backward(loss)
             loss = loss.detach()
-    return _Result(part.rows, loss, outputs)
+    # The graph would keep the micro-batch's activations alive.
+    return ClosureResult(loss, extra=recursive_detach(result.extra))
 
 
 def _cannot_split(name: str, problem: str) -> DoesNotFitError:
     return DoesNotFitError(f"{name} ran out of memory, and cannot run in parts: {problem}; {_FIX}")
 
 
-def _means(output: Mapping[str, Any], calls: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the means over rows or labels that a step method returned, by name, or logged, by the
-    key of the call.
-    """
-    # A tensor with a dimension has one entry for each row, even if there is only one row.
-    returned = {
-        name: value
-        for name, value in output.items()
-        if is_number(value) and not getattr(value, "ndim", 0)
-    }
-    logged = {
-        key: value
-        for key, (value, metric, keywords) in calls.items()
-        if metric is None and _reduction(metric, keywords) == "mean"
-    }
-    return {**returned, **logged}
-
-
-def _join_rows(name: str, outputs: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Join the outputs of a step method, tensors with one entry per row."""
-    joined: dict[str, Any] = {}
-    for key, value in outputs[0].items():
-        if isinstance(value, torch.Tensor):
-            joined[key] = torch.cat([output[key] for output in outputs])
-        elif value is None:
-            joined[key] = None
-        else:
-            problem = f"it returns {type(value).__name__}, and only tensors can be joined"
-            raise _cannot_split(name, problem)
-    return joined
+def _join_rows(name: str, outputs: Sequence[Any]) -> torch.Tensor | None:
+    """Join the outputs of a step method, which are None or tensors with one entry per row."""
+    if outputs[0] is None:
+        return None
+    if not isinstance(outputs[0], torch.Tensor):
+        problem = f"it returns {type(outputs[0]).__name__}, and only tensors can be joined"
+        raise _cannot_split(name, problem)
+    return torch.cat([*outputs])
 
 
 def _state(module: LightningModule) -> list[torch.Tensor]:
-    """Return the state that a step method may change: states of torchmetrics, and as bytes the
-    buffers and other attributes of the module and its children.
+    """Return the state that a step method may change: states of torchmetrics, buffers, and numbers
+    and lengths in the other attributes.
     """
     states = []
-    others: list[Any] = [*module.buffers()]
     for each in module.modules():
-        if not isinstance(each, Metric):
-            others += [value for name, value in vars(each).items() if name not in _OF_MODULES]
-            continue
-        for state in each.metric_state.values():
-            tensors = [leaf for leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
-            if tensors:
-                states.append(torch.cat([tensor.reshape(-1).float() for tensor in tensors]))
-    return [*states, *map(_as_bytes, _values_in(others))]
-
-
-def _values_in(value: Any, *, depth: int = 2) -> Iterator[Any]:
-    """Yield the tensors, arrays and numbers in nested containers, and their number, so that an
-    appended text changes it. Objects of the script's own classes, such as an average meter, count
-    as containers of their attributes.
-    """
-    for leaf in leaves(value):
-        is_array = hasattr(type(leaf), "__array_interface__") and leaf.dtype.kind in "biufc"
-        if is_array or isinstance(leaf, torch.Tensor | int | float):
-            yield leaf
-        elif isinstance(leaf, Metric):
-            yield from _values_in(leaf.metric_state)
-        elif depth and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.nn.Module | type):
-            package = type(leaf).__module__.partition(".")[0]
-            if package not in ("lightning", "torch", "torchmetrics", "builtins"):
-                yield from _values_in(vars(leaf), depth=depth - 1)
-    yield len([*leaves(value)])
-
-
-def _as_bytes(value: Any) -> torch.Tensor:
-    tensor = torch.as_tensor(value).detach().cpu().contiguous().reshape(-1)
-    return tensor.view(torch.uint8).clone()
+        if isinstance(each, Metric):
+            for state in each.metric_state.values():
+                tensors = state if isinstance(state, list) else [state]
+                if tensors:
+                    states.append(torch.cat([tensor.reshape(-1).float() for tensor in tensors]))
+    values = [*module.buffers(), *(value for _, value in _ModuleLogs(module).values())]
+    # Objects of the script, such as an average meter, may count too.
+    with_attributes = [value for value in values if hasattr(value, "__dict__")]
+    values += [item for value in with_attributes for _, item in walk((), vars(value))]
+    for value in values:
+        number = len(value) if isinstance(value, list | deque | dict) else value
+        is_array = isinstance(number, np.ndarray) and number.dtype.kind in "biuf"
+        if is_array or isinstance(number, torch.Tensor | int | float):
+            as_tensor = torch.as_tensor(number, dtype=torch.float64, device="cpu")
+            states.append(as_tensor.detach().reshape(-1).clone())
+    return states
 
 
 def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:
@@ -465,40 +423,3 @@ def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:
         return _OF_METRICS.get(type(metric), "mean")
     reduction = keywords.get("reduce_fx", "mean")
     return str(getattr(reduction, "__name__", reduction))
-
-
-def _joined(results: Sequence[_Result], num_rows: int) -> dict[str, Any]:
-    """Join the outputs of all micro-batches: put tensors with one entry per row in the order of the
-    batch, and keep the last micro-batch's value of all others.
-
-    Args:
-        results: results of the micro-batches with labels.
-        num_rows: rows of the batch.
-
-    Raises:
-        SettingError: an output has entries for some rows of the batch only.
-    """
-    joined: dict[str, Any] = {}
-    for name in dict.fromkeys(name for result in results for name in result.outputs):
-        with_name = [result for result in results if name in result.outputs]
-        values = [result.outputs[name] for result in with_name]
-        joined[name] = values[-1]
-        has_entry_per_row = all(
-            isinstance(value, torch.Tensor) and value.dim() and len(value) == len(result.rows)
-            for value, result in zip(values, with_name, strict=True)
-        )
-        rows = [row for result in with_name for row in result.rows]
-        # One number from each part of one row may be a mean.
-        may_be_means = all(getattr(value, "shape", ()) == (1,) for value in values)
-        if not has_entry_per_row or (may_be_means and len(rows) < num_rows):
-            continue
-        if len(rows) < num_rows:
-            raise SettingError(
-                "training_step",
-                f"output {name} with an entry for {len(rows)} of {count(num_rows, 'row')}",
-                "it does not run for micro-batches without labels; return means, or leave this"
-                " output out",
-            )
-        if len(values) > 1:
-            joined[name] = torch.cat(values)[torch.tensor(rows).argsort()]
-    return joined

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
 from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from adaptive_batch._util import replaced
@@ -24,8 +26,7 @@ log = logging.getLogger("adaptive_batch")
 _DICTS = (dict, defaultdict, OrderedDict, Counter)
 # Levels of dictionaries in an attribute whose items are restored in place.
 _NUM_LEVELS = 2
-# Larger tensors, such as copies of weights, earlier entries of lists, and the contents of items of
-# larger dictionaries are not restored.
+# Larger tensors, such as copies of weights, and items of larger dictionaries are not restored.
 _MOST_ELEMENTS = 2**16
 _MOST_ENTRIES = 2**10
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "min": min, "max": max}
@@ -65,12 +66,11 @@ def reduce_by_name(name: str, values: Sequence[Any], weights: Sequence[float]) -
 class PartLogs(ABC):
     """Logs and attributes of a trainer or module during the micro-batches of one batch.
 
-    Trials and failed attempts are undone: each attribute gets its earlier object again. In place,
-    dictionaries of the standard library get their earlier items, deques their entries, lists their
-    last 1,024 entries, tensors of at most 65,536 elements their values, and metric objects (with
-    `update` and `compute`) their whole state; this also holds for items of two levels of
-    dictionaries of at most 1,024 items, and for metric objects in lists. Other changes in place are
-    not undone.
+    Trials and failed attempts are undone: each attribute gets its earlier object again. Lists,
+    deques, dictionaries of the standard library, metric objects (with `update` and `compute`), and
+    tensors and arrays of at most 65,536 elements get their earlier contents. This also holds for
+    the items of two levels of dictionaries of at most 1,024 items. Changes inside other objects
+    remain.
 
     A subclass defines :meth:`record` and :meth:`log_values`.
 
@@ -124,21 +124,21 @@ class PartLogs(ABC):
     def _attributes(self, holder: Any) -> dict[str, Any]:
         return {name: value for name, value in vars(holder).items() if name not in self._skipped}
 
-    def _lists(self) -> Iterator[tuple[Sequence[str], list[Any]]]:
-        """Yield each list in the attributes with the names that lead to it."""
+    def values(self) -> Iterator[tuple[Sequence[str], Any]]:
+        """Yield each value in the attributes with the names that lead to it."""
         for holder in self._holders:
-            yield from _lists_in((type(holder).__name__,), self._attributes(holder))
+            for name, value in self._attributes(holder).items():
+                yield from walk((type(holder).__name__, name), value)
+
+    def _lists(self) -> Iterator[tuple[Sequence[str], list[Any]]]:
+        return ((names, value) for names, value in self.values() if type(value) is list)
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the current logs and attributes."""
         calls, weights = [*self.calls], [*self.weights]
         saved = [(holder, self._attributes(holder)) for holder in self._holders]
-        seen: set[int] = set()
-        undos = [
-            undo
-            for value in chain(self._metrics, *(attributes.values() for _, attributes in saved))
-            for undo in _undos(value, seen)
-        ]
+        in_metrics = chain.from_iterable(walk((), metric) for metric in self._metrics)
+        undos = [undo for _, value in chain(in_metrics, self.values()) for undo in _undos(value)]
 
         def restore() -> None:
             self.calls, self.weights = [*calls], [*weights]
@@ -204,16 +204,6 @@ class PartLogs(ABC):
             self.log_values(key, *zip(*with_key, strict=True))
 
 
-def _lists_in(
-    names: Sequence[str], values: dict[Any, Any], num_levels: int = _NUM_LEVELS
-) -> Iterator[tuple[Sequence[str], list[Any]]]:
-    for name, value in values.items():
-        if type(value) is list:
-            yield (*names, str(name)), value
-        elif type(value) in _DICTS and num_levels and len(value) <= _MOST_ENTRIES:
-            yield from _lists_in((*names, str(name)), value, num_levels - 1)
-
-
 @cache
 def _warn_of_list(name: str) -> None:
     log.warning(
@@ -223,42 +213,44 @@ def _warn_of_list(name: str) -> None:
     )
 
 
-def _undos(
-    value: Any, seen: set[int], num_levels: int = _NUM_LEVELS, *, is_metric: bool = False
-) -> Iterator[Callable[[], object]]:
-    """Yield functions that restore the contents of a value in place, one after another.
+def walk(
+    names: Sequence[str],
+    value: Any,
+    num_levels: int = _NUM_LEVELS,
+    most_elements: float = _MOST_ELEMENTS,
+) -> Iterator[tuple[Sequence[str], Any]]:
+    """Yield a value and the items of its dictionaries, each with the names that lead to it.
 
     Args:
-        value: value whose contents may change.
-        seen: identities of the values that have been visited.
-        num_levels: levels of dictionaries whose items are restored.
-        is_metric: whether the value belongs to a metric object.
+        names: names that lead to the value.
+        value: value; of a metric object, its dictionary of attributes is visited.
+        num_levels: levels of dictionaries whose items are visited.
+        most_elements: limit of the elements of a visited tensor or array.
     """
-    if _is_metric(value):
-        value, num_levels, is_metric = vars(value), _NUM_LEVELS, True
-    if id(value) in seen:
-        return
-    seen.add(id(value))
     kind = type(value)
-    items: Iterable[Any] = ()
+    if hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__"):
+        value, num_levels, most_elements = vars(value), _NUM_LEVELS, math.inf
+    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) > most_elements:
+        return
+    yield names, value
+    if type(value) in _DICTS and num_levels and len(value) <= _MOST_ENTRIES:
+        for name, item in value.items():
+            yield from walk((*names, str(name)), item, num_levels - 1, most_elements)
+
+
+def _undos(value: Any) -> Iterator[Callable[[], object]]:
+    """Yield functions that restore the contents of a value in place, one after another."""
+    kind = type(value)
     if kind is torch.Tensor:
-        if is_metric or value.numel() <= _MOST_ELEMENTS:
-            yield partial(_copy_back, value, value.detach().clone(), _num_changes(value))
+        yield partial(_copy_back, value, value.detach().clone(), _num_changes(value))
+    elif kind is np.ndarray and value.flags.writeable:
+        yield partial(np.copyto, value, value.copy())
     elif kind in _DICTS:
         yield value.clear
         yield partial(value.update, {**value})
-        items = value.values() if num_levels and len(value) <= _MOST_ENTRIES else ()
-    elif kind is deque:
+    elif kind in (list, deque):
         yield value.clear
         yield partial(value.extend, [*value])
-    elif kind is list:
-        # A list of a metric is emptied and filled again; others are long and only appended to.
-        start = 0 if is_metric else max(0, len(value) - _MOST_ENTRIES)
-        last = value[start:]
-        yield partial(value.__setitem__, slice(start, None), last)
-        items = filter(_is_metric, last)
-    for item in items:
-        yield from _undos(item, seen, num_levels - 1, is_metric=is_metric)
 
 
 def _copy_back(tensor: torch.Tensor, copied: torch.Tensor, num_changes: int | None) -> None:
@@ -271,21 +263,3 @@ def _copy_back(tensor: torch.Tensor, copied: torch.Tensor, num_changes: int | No
 def _num_changes(tensor: torch.Tensor) -> int | None:
     """Return the number of changes in place; None if PyTorch does not count them."""
     return None if tensor.is_inference() else tensor._version
-
-
-def _is_metric(value: Any) -> bool:
-    kind = type(value)
-    return hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__")
-
-
-def leaves(value: Any) -> Iterator[Any]:
-    """Yield the values in nested mappings and lists, which may contain themselves."""
-    waiting = deque([value])
-    seen = set()
-    while waiting:
-        each = waiting.popleft()
-        if not isinstance(each, Mapping | list | deque):
-            yield each
-        elif id(each) not in seen:
-            seen.add(id(each))
-            waiting.extend(each.values() if isinstance(each, Mapping) else each)

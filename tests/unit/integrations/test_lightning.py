@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import lightning
 import pytest
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
-from adaptive_batch import DoesNotFitError, SettingError
+from adaptive_batch import DoesNotFitError, SettingError, StepOptions
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
@@ -44,7 +45,7 @@ class Module(lightning.LightningModule):
         loss = cross_entropy(self.layers(inputs), targets)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(inputs))
         self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True)
-        return {"loss": loss, "mean": inputs.mean()}
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(outputs["loss"].item())
@@ -102,7 +103,7 @@ class LogsMetrics(Module):
         )
         self.extremes = nn.ModuleList([SumMetric(), MaxMetric(), MinMetric()])
         self.updated = MeanMetric()
-        self.logged, self.targets = [], []
+        self.logged = []
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
@@ -128,12 +129,11 @@ class LogsMetrics(Module):
         self.log("twice", 2 * loss, on_step=True, on_epoch=True)
         if self.training and 0 in targets:
             self.log("seven", 7.0)
-        return {"loss": loss, "targets": targets}
+        return loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
         logged = {**self.trainer.logged_metrics, **self.trainer.progress_bar_metrics}
         self.logged.append({name: float(value) for name, value in logged.items()})
-        self.targets.append(outputs["targets"].tolist())
 
 
 @pytest.mark.parametrize(
@@ -155,7 +155,6 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
     assert callback.step.num_micro_batches == num_parts
     assert (own_weights - weights).abs().max() < 1e-5
     assert len(ours.logged) == len(plain.logged) == 8
-    assert ours.targets == plain.targets
     for own, logged in zip(ours.logged, plain.logged, strict=True):
         assert own == (logged if num_parts == 1 else pytest.approx(logged, rel=1e-5))
     for name, value in trainer.callback_metrics.items():
@@ -163,52 +162,35 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
 
 
 class Keeps(Module):
-    """Returns and keeps numbers of a batch."""
+    """Keeps numbers of a batch, and returns its inputs."""
 
-    def __init__(self, *, only_means=False, **keywords):
+    def __init__(self, *, returns_inputs=False, **keywords):
         super().__init__(**keywords)
         self.settings = {}
         self.settings["itself"] = self.settings
-        self.only_means = only_means
+        self.returns_inputs = returns_inputs
         self.outputs, self.num_rows = [], {"train": torch.zeros(1)}
+        self.returned = []
 
     def training_step(self, batch, batch_idx):
-        inputs, targets = batch["inputs"], batch["labels"]
-        if self.limit and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        loss = cross_entropy(self.layers(inputs), targets)
+        inputs, _ = batch
+        loss = super().training_step(batch, batch_idx)
         self.outputs.append(loss.item())
         self.num_rows["train"] += len(inputs)
-        if self.only_means:
-            return {"loss": loss, "mean": inputs.mean().reshape(1)}
-        return {"loss": loss, "inputs": inputs}
+        return {"loss": loss, "inputs": inputs} if self.returns_inputs else loss
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
-        if not self.only_means:
-            assert torch.equal(outputs["inputs"], batch["inputs"])
+        self.returned.append(outputs.keys())
 
 
-def kept(module, folder, adaptive, *, without_labels=False):
-    """Train one epoch; with `without_labels`, rows of class 0 have no label."""
-
-    def collate(pairs):
-        inputs, targets = map(torch.stack, zip(*pairs, strict=True))
-        mask = torch.arange(8) <= targets[:, None] + inputs[:, :1].abs()
-        labels = targets.masked_fill(targets == 0, -100) if without_labels else targets
-        return {"inputs": inputs, "labels": labels, "attention_mask": mask.long()}
-
-    trainer = trainer_in(folder, [AdaptiveCallback(adaptive)], max_epochs=1)
-    trainer.fit(module, DataLoader(rows(), batch_size=NUM_ROWS // 2, collate_fn=collate))
-    return module
-
-
-def test_outputs_per_row_are_in_the_order_of_the_batch_or_refused(tmp_path):
-    kept(Keeps(), tmp_path, AdaptiveArguments(micro_batch_tokens=20))
-    adaptive = AdaptiveArguments(micro_batch_size=1)
-    message = r"training_step='output inputs with an entry for \d+ of 15 rows': .*; return means"
+def test_other_outputs_than_the_loss_need_whole_batches(tmp_path):
+    message = "training_step='returns inputs': a batch that may be split returns only the loss"
     with pytest.raises(SettingError, match=message):
-        kept(Keeps(), tmp_path, adaptive, without_labels=True)
-    kept(Keeps(only_means=True), tmp_path, adaptive, without_labels=True)
+        trained(Keeps(returns_inputs=True), tmp_path, [AdaptiveCallback()])
+    module = Keeps(returns_inputs=True)
+    options = StepOptions(on_out_of_memory="raise")
+    trained(module, tmp_path, [AdaptiveCallback(AdaptiveArguments(options=options))])
+    assert module.returned == [{"loss", "inputs"}] * 8
 
 
 @pytest.mark.parametrize("limit", [None, 4])
@@ -217,9 +199,10 @@ def test_attributes_have_no_trace_of_trials_and_failed_attempts(tmp_path, limit,
         pass
 
     adaptive = AdaptiveArguments(micro_batch_size="auto", row_length=1)
-    module = kept(KeepsLosses(limit=limit), tmp_path, adaptive)
-    assert module.num_rows["train"] == NUM_ROWS
-    assert len(module.outputs) == (8 if limit else 2)
+    module = KeepsLosses(limit=limit)
+    trained(module, tmp_path, [AdaptiveCallback(adaptive)])
+    assert module.num_rows["train"] == 2 * NUM_ROWS
+    assert len(module.outputs) == (16 if limit else 8)
     assert ("KeepsLosses.outputs got one number for each micro-batch" in caplog.text) == bool(limit)
 
 
@@ -228,7 +211,7 @@ class Sums(Module):
         inputs, targets = batch
         loss = cross_entropy(self.layers(inputs), targets, reduction="sum")
         self.log("mean", inputs.mean(), on_step=True)
-        return {"loss": loss}
+        return loss
 
 
 @pytest.mark.parametrize("accumulates", [1, 2])
@@ -300,10 +283,10 @@ class Overflows(Module):
     """Has one batch whose gradients overflow."""
 
     def training_step(self, batch, batch_idx):
-        result = super().training_step(batch, batch_idx)
-        if result["loss"].requires_grad and batch_idx == OVERFLOWS:
-            result["loss"].register_hook(lambda grad: grad * math.inf)
-        return result
+        loss = super().training_step(batch, batch_idx)
+        if loss.requires_grad and batch_idx == OVERFLOWS:
+            loss.register_hook(lambda grad: grad * math.inf)
+        return loss
 
 
 def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path):
@@ -335,22 +318,25 @@ class Evaluates(LogsMetrics):
     def __init__(self, **keywords):
         super().__init__(**keywords)
         self.counts = {"rows": 0}
+        self.meter = SimpleNamespace(num_losses=0)
 
     def validation_step(self, batch, batch_idx):
-        loss = self.training_step(batch, batch_idx)["loss"]
+        loss = self.training_step(batch, batch_idx)
         if self.kind == "metric":
             self.updated.update(loss)
         elif self.kind == "list":
             self.logged.append(loss)
         elif self.kind == "counter":
             self.counts["rows"] += len(batch[0])
+        elif self.kind == "meter":
+            self.meter.num_losses += 1
         elif self.kind == "buffer":
             self.buffer += len(batch[0])
         elif self.kind == "square":
             self.log("square", loss.square())
         elif self.kind == "names" and batch[1][0] == 0:
             self.log("first class", 1.0)
-        return {"loss": loss, "text": ["row"] if self.kind == "text" else None}
+        return ["row"] if self.kind == "text" else loss
 
     test_step = validation_step
 
@@ -360,7 +346,7 @@ class Evaluates(LogsMetrics):
         return self.layers(batch[0])
 
     def on_validation_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
+        self.losses.append(outputs.item())
 
 
 def evaluated(module, folder, run):
@@ -385,6 +371,7 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
     [
         ("metric", "it changes an attribute, or counts batches in a metric"),
         ("list", "it changes an attribute, or counts batches in a metric"),
+        ("meter", "it changes an attribute, or counts batches in a metric"),
         ("buffer", "it changes an attribute, or counts batches in a metric"),
         ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
         ("names", "it logs or returns other names for other rows"),
