@@ -41,7 +41,6 @@ from .checks import has_tensor_parallelism
 from .configuration import refusing, values_of
 from .job import Job
 from .rows import DatasetRows
-from .task import COLLATE_REMEDY
 
 # Columns whose memory follows the tokens of a row; images, for example, do not.
 _MEASURED_BY_TOKENS = {"mask", "input_pos", "seq_lens"}
@@ -51,9 +50,6 @@ _MEASURING_KEYS = (
     *("batch_tokens", "micro_batch_tokens", "uniform_micro_batches", "micro_batch_layout"),
     "pad_to_multiple_of",
 )
-
-# Rows that are collated before weights load, to see that they can be.
-_COLLATED_FIRST = 4
 
 
 class Collator:
@@ -78,14 +74,13 @@ class Collator:
         self.collate = job.with_values(padded_collate_packed if packed else padded)
 
     def to_length(self, rows: Sequence[dict[str, Any]], length: int) -> dict[str, Any]:
-        """Collate rows to at least that many tokens each."""
-        lengthened = self._job.task.lengthened(rows, length, pad_id=self._pad_id)
-        return self._check_complete(rows, self.collate(lengthened))
+        """Collate rows to at least that many tokens each.
 
-    def _check_complete(
-        self, rows: Sequence[dict[str, Any]], batch: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Return the batch; raise if it lacks rows, which would count as trained."""
+        Raises:
+            SettingError: the batch lacks rows, which would count as trained.
+        """
+        lengthened = self._job.task.lengthened(rows, length, pad_id=self._pad_id)
+        batch: dict[str, Any] = self.collate(lengthened)
         # A row has a sequence in each field, such as a chosen and a rejected one.
         num_sequences = len(rows) * len(self._job.task.fields)
         # A `collate_fn` may also pack all sequences into one.
@@ -96,16 +91,6 @@ class Collator:
             )
             raise SettingError("collate_fn", self._job.cfg.get("collate_fn"), remedy)
         return batch
-
-    def check(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Raise SettingError for rows that cannot be collated."""
-        configured = self._job.cfg.get("collate_fn")
-        problem = "it fails on the dataset's rows"
-        with refusing("collate_fn", configured, COLLATE_REMEDY, problem=problem):
-            batch = self.collate([dict(row) for row in rows])
-            # Raises if the batch has no labels.
-            _ = batch["labels"]
-        self._check_complete(rows, batch)
 
 
 class Data:
@@ -151,9 +136,10 @@ class Data:
             name=_names(job.cfg.dataset),
             num_real_tokens=self._num_tokens_in_pack if packed else None,
         )
-        self._rows_val = None
+        # None without `dataset_val`.
+        self.dataset_val: Any = None
         if dataset_val is not None:
-            self._rows_val = DatasetRows(
+            self.dataset_val = DatasetRows(
                 job, "dataset_val", dataset_val, name=_names(job.cfg.dataset_val)
             )
         self.configured_layout = _layout_of(
@@ -233,12 +219,6 @@ class Data:
     def dummy_row(self) -> Any:
         """The first row with a label. A rank runs it if only other ranks have rows."""
         return self._task.labelled(self.read_row(0))
-
-    @property
-    def dataset_val(self) -> DatasetRows:
-        """Rows of validation; an error without `dataset_val`."""
-        assert self._rows_val is not None
-        return self._rows_val
 
     # --- rows of trials
 
@@ -354,7 +334,7 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
-        self._check_first_rows()
+        self._check_labels()
         if not settings.layout_kind.pads and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
@@ -396,12 +376,8 @@ class Data:
             remedy = "no row that is validated on has a label; see its train_on_input and masks"
             raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
 
-    def _check_first_rows(self) -> None:
-        """Raise SettingError if rows cannot be collated, or no row of the dataset has a label."""
-        # Do not collate more rows than training does: a collate function may not take them.
-        num_first = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
-        with RandomState(self._job.device):
-            self.collator.check([self.dataset[number] for number in range(num_first)])
+    def _check_labels(self) -> None:
+        """Raise SettingError if no row of the dataset has a label."""
         if not self.dataset.has_label(len(self.dataset)):
             remedy = (
                 "no row has a label after its first token; see its train_on_input and masks, and"

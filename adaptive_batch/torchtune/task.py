@@ -39,7 +39,6 @@ Batch = dict[str, Any]
 Collate = Callable[[Sequence[Row]], Batch]
 # Number of classes of the random logits that losses are checked with.
 _CLASSES = 8
-COLLATE_REMEDY = "give torchtune.data.padded_collate_sft or one like it"
 
 
 class Models(Protocol):
@@ -281,7 +280,7 @@ class NextTokens(Task):
         configured = self.cfg.get("collate_fn")
         name = "torchtune.data.padded_collate_sft" if configured is None else configured
         collate = load_function(name, key="collate_fn")
-        with refusing("collate_fn", configured, COLLATE_REMEDY):
+        with refusing("collate_fn", configured, "give torchtune.data.padded_collate_sft"):
             # Raises TypeError if the function does not take these arguments.
             signature(collate).bind([], padding_idx=pad_id, ignore_idx=self.ignore_index)
         return partial(collate, padding_idx=pad_id, ignore_idx=self.ignore_index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -36,8 +35,6 @@ from .model import FrozenModel, Weights
 
 if TYPE_CHECKING:
     from .log import TrainingLog
-
-log = logging.getLogger("adaptive_batch")
 
 
 class Trainer:
@@ -186,10 +183,7 @@ class Trainer:
                 " dtype=bf16, fewer tokens in model.max_seq_len, a smaller model, or divide it over"
                 " several devices (tune run --nproc_per_node N)"
             ) from error
-        trainer = cls(job, data, model, sizer, second=second)
-        if job.device.type != "cpu" and distributed.is_rank_zero():
-            training.log_memory_stats(training.get_memory_stats(device=job.device))
-        return trainer
+        return cls(job, data, model, sizer, second=second)
 
     def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
         """Pack rows into one batch without padding; see :meth:`Task.pack`."""
@@ -234,13 +228,6 @@ class Trainer:
     @cached_property
     def layout_kinds(self) -> tuple[str, ...]:
         """Layouts that a search may choose from. The first read is a collective."""
-
-        def why_unpacked() -> str:
-            reason = self._data.why_unpacked or self.why_not_packed()
-            if reason:
-                log.info("rows are not packed: %s", reason)
-            return reason
-
         settings = self._job.settings
         configured = settings.micro_batch_layout
         # The noise scale compares a step with a random subset of it. Other layouts sort rows by
@@ -248,7 +235,7 @@ class Trainer:
         if configured is None and settings.measures_noise:
             configured = "padded"
         return kinds_to_choose_from(
-            why_unpacked,
+            lambda: self._data.why_unpacked or self.why_not_packed(),
             configured=configured,
             uniform=settings.uniform_micro_batches,
         )

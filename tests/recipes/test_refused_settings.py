@@ -141,7 +141,6 @@ REFUSED = {
     "device": ["device=cuda dtype=bf16", "device=xpu"],
     "output_dir": ["output_dir=/proc/nowhere"],
     "collate_fn": [
-        "collate_fn=torchtune.data.padded_collate_dpo",
         *(f"collate_fn={value}" for value in ("[]", "torch.pi", "torch.nn.Linear")),
     ],
     "dataset": [
