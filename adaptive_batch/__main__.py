@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import io
 import os
-import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -17,15 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from adaptive_batch import __version__
-from adaptive_batch._util import nearest
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
 from adaptive_batch.integrations.command_line import add_options, given_options, run_program
 
 if TYPE_CHECKING:
     from adaptive_batch.emulate import Device
-
-MAX_EMULATED_DEVICES = 16  # MAX_DEVICES of csrc/stack.h
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,7 +78,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default="sm_80",
         help="architecture of a device given as a size: sm_80 (the default), sm_89, sm_90 ...",
     )
-    emulate.add_argument("--devices", metavar="N", type=int, default=1, help="number; default 1")
+    # The same limit as MAX_DEVICES of csrc/stack.h.
+    emulate.add_argument(
+        "--devices",
+        metavar="N",
+        type=int,
+        default=1,
+        choices=range(1, 17),
+        help="number; default 1",
+    )
     emulate.add_argument("--steps", metavar="N", type=int, help="end after N optimizer steps")
     emulate.add_argument("--minutes", metavar="M", type=float, help="end after M minutes")
     emulate.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
@@ -110,12 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        # Suggest an option of this command, of which argparse has no public list.
-        command = commands.choices[options.command]
-        names = sorted(set(re.findall(r"--\w[\w-]*", command.format_help())))
-        command.error(f"unknown argument {unknown[0]}; {nearest(unknown[0], names)}")
+    options = parser.parse_args(arguments)
     try:
         return _run(options)
     except SettingError as error:
@@ -163,24 +162,18 @@ def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
 
 def _check_options(options: argparse.Namespace) -> None:
     """Raise if an option of `emulate` is out of range or names a file that cannot be written."""
-    if not 1 <= options.devices <= MAX_EMULATED_DEVICES:
-        raise SettingError("--devices", options.devices, f"give 1 to {MAX_EMULATED_DEVICES}")
     if options.steps is not None and options.steps < 1:
         raise SettingError("--steps", options.steps, "give 1 or more")
     if options.minutes is not None and not options.minutes > 0:
         raise SettingError("--minutes", options.minutes, "give more than 0")
     json, output = options.json, options.output
     if output is not None:
-        if output.is_file():
-            raise SettingError("--output", str(output), "it is a file; give a new folder")
         try:
-            output.mkdir(parents=True, exist_ok=True)
+            # Files in an existing folder would hide those of the program's folder.
+            output.mkdir(parents=True)
         except OSError as error:
-            message = f"{error.strerror}; give a new folder"
-            raise SettingError("--output", str(output), message) from None
-        # Files of the program or of another run would hide those of the program's folder.
-        if any(output.iterdir()):
-            raise SettingError("--output", str(output), "it is not empty; give a new folder")
+            remedy = f"{error.strerror}; give a new folder"
+            raise SettingError("--output", str(output), remedy) from None
     if json is not None:
         written = json if json.exists() else json.absolute().parent
         if json.is_dir() or not os.access(written, os.W_OK):

@@ -8,7 +8,6 @@ import difflib
 import hashlib
 import json
 import logging
-import math
 import os
 import shutil
 import sys
@@ -166,15 +165,6 @@ def check_headroom(key: str, value: object) -> None:
     """Raise SettingError unless `value` is ``auto`` or a share in [0, 1)."""
     if value != "auto":
         check_share(key, value)
-
-
-def without_nan(values: Mapping[str, object]) -> dict[str, object]:
-    """Return `values` with NaN and infinities as text, which JSON has no numbers for."""
-    with_text = dict(values)
-    for key, value in values.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            with_text[key] = str(value)
-    return with_text
 
 
 def round_up(number: int, multiple: int) -> int:

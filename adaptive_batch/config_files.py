@@ -60,12 +60,7 @@ def copy_config(name: str, destination: str | Path | None) -> Path:
         # Mode "x" is atomic: simultaneous copies cannot overwrite each other.
         with source.open("rb") as original, target.open("xb") as copy:
             shutil.copyfileobj(original, copy)
-    except FileExistsError:
-        raise SettingError(
-            "DEST", str(target), "the file exists already; give another name"
-        ) from None
-    except (FileNotFoundError, NotADirectoryError):
-        raise SettingError(
-            "DEST", str(target), f"the folder {target.parent} does not exist; create it"
-        ) from None
+    except OSError as error:
+        remedy = f"it cannot be created: {error.strerror}; give a new file in an existing folder"
+        raise SettingError("DEST", str(target), remedy) from None
     return target

@@ -13,8 +13,8 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
-from dataclasses import dataclass
 from importlib import import_module, metadata
+from typing import NamedTuple
 
 from adaptive_batch import __version__
 from adaptive_batch._util import installed_version
@@ -22,18 +22,12 @@ from adaptive_batch._util import installed_version
 _PACKAGE = "adaptive-batch"
 
 
-@dataclass(frozen=True)
-class Finding:
+class Finding(NamedTuple):
     """Result of one check, with the command that fixes a problem ("" if there is none)."""
 
     subject: str
     text: str
     fix: str = ""
-
-    def __str__(self) -> str:
-        if self.fix:
-            return f"WRONG  {self.text}; fix it with: {self.fix}"
-        return f"ok     {self.text}"
 
 
 def check() -> bool:
@@ -45,8 +39,9 @@ def check() -> bool:
         if any(finding.fix for finding in findings):
             break
     width = max(len(finding.subject) for finding in findings)
-    for finding in findings:
-        print(f"{finding.subject:<{width}}  {finding}")
+    for subject, text, fix in findings:
+        result = f"WRONG  {text}; fix it with: {fix}" if fix else f"ok     {text}"
+        print(f"{subject:<{width}}  {result}")
     return not any(finding.fix for finding in findings)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import sys
 import threading
@@ -17,7 +18,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
 
-from adaptive_batch._util import without_nan
 from adaptive_batch.errors import SettingError
 
 log = logging.getLogger("adaptive_batch")
@@ -109,11 +109,13 @@ class RunLog:
                 # `event` is the option of AdaptiveLoop and AdaptiveStep that takes a RunLog.
                 remedy = "it is closed and cannot record more events; close it after training"
                 raise SettingError("event", type(self).__name__, remedy)
-            finite = without_nan(values)
+            record = {"kind": kind, "time": round(time.time(), 3), **values}
+            for name, value in values.items():
+                # JSON has no numbers for NaN and infinities.
+                if isinstance(value, float) and not math.isfinite(value):
+                    record[name] = str(value)
             with self._writing:
-                self._file.write(
-                    json.dumps({"kind": kind, "time": round(time.time(), 3), **finite}) + "\n"
-                )
+                self._file.write(json.dumps(record) + "\n")
                 self._file.flush()
 
     def __enter__(self) -> RunLog:

@@ -24,10 +24,10 @@ def test_a_copy_keeps_its_content_and_takes_the_name_of_a_file(tmp_path, destina
 def test_an_existing_file_is_not_overwritten_and_no_folder_is_made(tmp_path, destination):
     mine = tmp_path / "demo_cpu.yaml"
     mine.write_text("batch_size: 3\n")
-    with pytest.raises(SettingError, match="the file exists already"):
+    with pytest.raises(SettingError, match="it cannot be created: File exists; give a new file"):
         copy_config("demo_cpu", tmp_path / destination)
     assert mine.read_text() == "batch_size: 3\n"
-    with pytest.raises(SettingError, match=f"the folder {tmp_path / 'no'} does not exist"):
+    with pytest.raises(SettingError, match="No such file or directory"):
         copy_config("demo_cpu", tmp_path / "no" / "demo.yaml")
     assert list(tmp_path.iterdir()) == [mine]
 

@@ -99,7 +99,7 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
         (["--micro-batch-size", "many", "--", "true"], "micro_batch_size='many'"),
         (["--headroom", "2", "--", "true"], "headroom=2"),
         (["--micro-batch-size", "2"], "give the program after --"),
-        (["--micro-batch-sise", "2", "--", "true"], "unknown argument --micro-batch-sise; near it"),
+        (["--micro-batch-sise", "2", "--", "true"], "unrecognized arguments: --micro-batch-sise"),
     ],
 )
 def test_unusable_arguments_are_refused_before_the_program_starts(arguments, said, capsys):
