@@ -90,7 +90,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # A preview needs no weights and leaves no files.
         if self.settings.preview:
             self.preview.show(self.limit_finder)
-            self.store.show_refusal(self.resumed.name)
             return
         self._setup_log()
         self._setup_model()
@@ -115,7 +114,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
         self.limit_finder = LimitFinder(
-            self.job, self.data, resumed=self.resumed, event=self.log.event
+            self.job, self.data, trains=not self.settings.preview, event=self.log.event
         )
         if self.settings.searches:
             self.limit_finder.check()

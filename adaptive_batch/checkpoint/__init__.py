@@ -5,10 +5,11 @@ from .checkpoint import (
     CheckpointManager,
     SkippedCheckpoint,
     checkpoints_in,
+    clear_leftovers,
     newest_complete,
     remove_folder,
 )
-from .files import SavedFile, reason, saving
+from .files import SavedFile, saving
 from .optimizer_state import (
     load_named_optimizer_state,
     named_optimizer_state,
@@ -21,11 +22,11 @@ __all__ = [
     "SavedFile",
     "SkippedCheckpoint",
     "checkpoints_in",
+    "clear_leftovers",
     "load_named_optimizer_state",
     "named_optimizer_state",
     "newest_complete",
     "parameter_name",
-    "reason",
     "remove_folder",
     "saving",
 ]

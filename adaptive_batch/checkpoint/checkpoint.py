@@ -66,7 +66,6 @@ _STEP = re.compile(r"step_\d+")
 _SAVING = ".saving-"
 _REPLACED = ".replaced-"
 _REMOVED = ".removed-"
-_LEFTOVER = re.compile(r"\.(saving|replaced|removed)-(?P<step>step_\d+)")
 
 
 # --- one checkpoint
@@ -338,8 +337,8 @@ class CheckpointManager:
     Args:
         output_dir: folder of the run.
         run: name of the run, stored in each checkpoint.
-        keep_last: number of complete checkpoints of the run to keep; each save removes older ones
-            and older incomplete ones. None keeps all.
+        keep_last: number of complete checkpoints of the run to keep; each save removes older ones.
+            None keeps all.
         asynchronous: copy the tensors to the host in :meth:`save` and write them in a thread. If
             the host lacks memory for the copy, save synchronously and log a warning.
         process_group: ranks that save together; None for one process. An asynchronous save requires
@@ -420,7 +419,7 @@ class CheckpointManager:
             if self._ranks.rank == 0:
                 # A run that resumes after its last step never saves, so no save has removed them.
                 try:
-                    self._clear_leftovers()
+                    clear_leftovers(self._output_dir, "step")
                 except OSError as error:
                     log.warning("what a killed save left could not be removed: %s", error)
 
@@ -472,39 +471,23 @@ class CheckpointManager:
         target = self._output_dir / f"step_{step}"
         temporary = self._output_dir / f"{_SAVING}step_{step}"
         ranks = self._ranks
-        with saving(target, temporary, num_bytes=content.num_bytes, removes=ranks.rank == 0):
-            order = ranks.first(lambda: self._prepare(target, temporary, content.num_bytes))
+        with saving(target, temporary, removes=ranks.rank == 0):
+            order = ranks.first(lambda: self._prepare(target, temporary))
             write_checkpoint(temporary, content, step=step, order=order, run=self._run, ranks=ranks)
             ranks.first(lambda: move_into_place(temporary, target))
         if ranks.rank == 0:
-            self._remove_old(order)
+            self._remove_old()
 
-    def make_room(self, num_bytes: int) -> None:
-        """Remove checkpoints that the next save will supersede if the disk cannot hold both. The
-        newest checkpoint stays.
-
-        Args:
-            num_bytes: bytes of the next save.
-        """
-        if self._keep_last is None or shutil.disk_usage(self._output_dir).free > num_bytes:
-            return
-        # With the next save there will be one checkpoint more.
-        num_kept = max(self._keep_last - 1, 1)
-        for checkpoint in self._complete()[num_kept:]:
-            log.info("removed %s to free disk space for the next save", checkpoint.path.name)
-            remove_folder(checkpoint.path)
-
-    def _prepare(self, target: Path, temporary: Path, num_bytes: int) -> int:
+    def _prepare(self, target: Path, temporary: Path) -> int:
         """Remove leftovers of a killed save and create the temporary folder; return the order of
         the new checkpoint.
         """
         self._output_dir.mkdir(parents=True, exist_ok=True)
-        self._clear_leftovers()
+        clear_leftovers(self._output_dir, "step")
         if target.exists():
             found = inspect(target)
             if isinstance(found, SkippedCheckpoint) and not found.is_ours:
                 raise FileExistsError(f"{target} exists and is not ours to replace: {found.reason}")
-        self.make_room(num_bytes)
         temporary.mkdir()
         # Count up from existing checkpoints: clocks may be wrong.
         complete, skipped = checkpoints_in(self._output_dir)
@@ -512,41 +495,33 @@ class CheckpointManager:
         orders += [damaged.order or 0 for damaged in skipped]
         return 1 + max(orders, default=0)
 
-    def _clear_leftovers(self) -> None:
-        """Remove folders of saves that were killed. If one was killed while it replaced a
-        checkpoint, restore the old checkpoint.
-        """
-        for path in sorted(self._output_dir.glob(".*")):
-            leftover = _LEFTOVER.fullmatch(path.name)
-            if leftover is None:
-                continue
-            original = self._output_dir / leftover["step"]
-            if path.name.startswith(_REPLACED) and not original.exists():
-                # The process was killed between the two renames; restore the old checkpoint.
+    def _remove_old(self) -> None:
+        """Remove old checkpoints of this run; keep all other folders."""
+        if self._keep_last is None:
+            return
+        complete, _ = checkpoints_in(self._output_dir)
+        own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
+        own.sort(key=lambda checkpoint: checkpoint.order, reverse=True)
+        for checkpoint in own[self._keep_last :]:
+            remove_folder(checkpoint.path)
+
+
+def clear_leftovers(output_dir: Path, kind: str) -> None:
+    """Remove folders of saves that were killed. If one was killed while it replaced an earlier
+    save, restore that one.
+
+    Args:
+        output_dir: folder of the saves.
+        kind: start of their names, ``step`` or ``epoch``.
+    """
+    for prefix in (_SAVING, _REPLACED, _REMOVED):
+        for path in output_dir.glob(f"{prefix}{kind}_*"):
+            original = output_dir / path.name.removeprefix(prefix)
+            if prefix == _REPLACED and not original.exists():
+                # The process was killed between the two renames.
                 path.rename(original)
             else:
                 shutil.rmtree(path)
-
-    def _complete(self) -> list[Checkpoint]:
-        """Return the checkpoints of this run with correct file sizes, newest first."""
-        complete, _ = checkpoints_in(self._output_dir)
-        own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
-        return sorted(own, key=lambda checkpoint: -checkpoint.order)
-
-    def _remove_old(self, newest_order: int) -> None:
-        """Remove old checkpoints of this run, and damaged ones that may be of this run; keep those
-        of other runs and versions, and users' folders.
-        """
-        if self._keep_last is None:
-            return
-        for checkpoint in self._complete()[self._keep_last :]:
-            remove_folder(checkpoint.path)
-        _, skipped = checkpoints_in(self._output_dir)
-        for damaged in skipped:
-            # A damaged manifest may have lost the order and the run; it resumes no run.
-            is_older = damaged.order is None or damaged.order < newest_order
-            if damaged.is_ours and is_older and damaged.run in (None, self._run):
-                remove_folder(damaged.path)
 
 
 def remove_folder(path: Path) -> None:

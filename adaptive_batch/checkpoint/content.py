@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
-from adaptive_batch.memory import storage_bytes
 
 from .files import Ranks, load_safely, low_bit_file, read_tensors
 from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
@@ -36,8 +35,7 @@ _PLAIN = (bool, int, float, complex, str, type(None), torch.dtype, torch.device,
 
 @dataclass(frozen=True)
 class Content:
-    """Content of a checkpoint: this rank's tensors and low-bit tensors by name, rank 0's state, and
-    the approximate size of all ranks' tensors in bytes.
+    """Content of a checkpoint: this rank's tensors and low-bit tensors by name, and rank 0's state.
 
     The state has ``tree``, with tensors on the meta device in place of the stored tensors;
     ``ranks``, their number; ``low_bit``, with the layout of each low-bit tensor; and ``small``.
@@ -46,7 +44,6 @@ class Content:
     tensors: Mapping[str, torch.Tensor]
     low_bit: Mapping[str, torch.Tensor]
     state: Mapping[str, Any]
-    num_bytes: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,9 +89,7 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
     state["ranks"] = ranks.count
     state["low_bit"] = {name: _layout(tensors[name]) for name in low_bit_names}
     low_bit = {name: local_part(tensors.pop(name)) for name in low_bit_names}
-    num_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    num_bytes += ranks.count * storage_bytes(low_bit.values())
-    return Content(tensors, low_bit, state, num_bytes)
+    return Content(tensors, low_bit, state)
 
 
 def read_whole(folder: Path, state: Mapping[str, Any]) -> Any:
@@ -116,8 +111,7 @@ def read_into(
             the message names the tensor.
     """
     low_bit = _read_low_bit(folder, state, ranks)
-    # Tensors that were tied at the save have one name, and may be separate now.
-    targets_by_name: dict[str, list[torch.Tensor]] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for key, entry in tree.items():
         saved = dict(_leaves(_entry(state, key), _Stored))
         targets = dict(_leaves(entry, torch.Tensor))
@@ -134,12 +128,8 @@ def read_into(
                 _check_layout(name, target, state, ranks)
                 local_part(target.detach()).copy_(low_bit[name])
             else:
-                targets_by_name.setdefault(name, []).append(target.detach())
-    # Each name is read once, and then copied to the other targets.
-    read_tensors(folder, {name: targets[0] for name, targets in targets_by_name.items()})
-    for first, *others in targets_by_name.values():
-        for other in others:
-            other.copy_(first)
+                tensors[name] = target.detach()
+    read_tensors(folder, tensors)
 
 
 def read_optimizer(
@@ -172,11 +162,8 @@ def _with_parameter(parameter: nn.Parameter, _: _Path, stored: _Stored) -> _Stor
 
 
 def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Return the tree with forms in place of tensors, and the tensors by name; tensors that share
-    memory have one form.
-    """
-    forms: dict[Any, torch.Tensor] = {}
-    tensors_by_form: dict[int, torch.Tensor] = {}
+    """Return the tree with forms in place of tensors, and the tensors by name."""
+    tensors: list[torch.Tensor] = []
 
     def replace_by_form(path: _Path, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -186,38 +173,29 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
             # Write the values of a lazy conjugate or negative view.
             tensor = tensor.resolve_conj().resolve_neg()
         local = local_part(tensor)
-        # Tensors that share memory have one key, so that they are saved once.
-        key: Any = path
-        if not _is_wrapper(local):
-            is_dense = type(local) is torch.Tensor and local.layout is torch.strided
-            if not is_dense or local.is_meta:
-                kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
-                raise TypeError(f"{_joined(path)} is a {kind}; checkpoints cannot store it")
-            key = (*_memory(local), value.shape)
-        form = forms.setdefault(key, _form(tensor))
-        tensors_by_form.setdefault(id(form), tensor)
-        return form
+        is_dense = type(local) is torch.Tensor and local.layout is torch.strided
+        if not _is_wrapper(local) and (not is_dense or local.is_meta):
+            kind = f"{_kind(local)} of layout {local.layout} on {local.device}"
+            raise TypeError(f"{_joined(path)} is a {kind}; checkpoints cannot store it")
+        tensors.append(tensor)
+        return _form(tensor)
 
     tree_of_forms = map_leaves(replace_by_form, tree)
-    stored_leaves = _leaves(_stored(tree_of_forms), _Stored)
-    tensors = {stored.name: tensors_by_form[id(stored.form)] for _, stored in stored_leaves}
-    return tree_of_forms, tensors
+    stored = [leaf for _, leaf in _leaves(_stored(tree_of_forms), _Stored)]
+    return tree_of_forms, {leaf.name: tensor for leaf, tensor in zip(stored, tensors, strict=True)}
 
 
 def _stored(tree_of_forms: Any) -> Any:
-    """Return a tree of forms as one of stored tensors, which are named by their first path."""
-    names: dict[int, str] = {}
+    """Return a tree of forms as one of stored tensors, which are named by their path."""
     used_names: set[str] = set()
 
     def to_stored(path: _Path, form: torch.Tensor) -> _Stored:
-        if id(form) not in names:
-            name = _joined(path)
-            # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
-            while name in used_names:
-                name += "#"
-            names[id(form)] = name
-            used_names.add(name)
-        return _Stored(names[id(form)], form)
+        name = _joined(path)
+        # ``{"a.b": x, "a": {"b": y}}`` gives two tensors the same joined path.
+        while name in used_names:
+            name += "#"
+        used_names.add(name)
+        return _Stored(name, form)
 
     return map_leaves(to_stored, tree_of_forms, torch.Tensor)
 
@@ -319,13 +297,6 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor) is torch.Tensor:
         return torch.empty_like(tensor, device="meta")
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors that share memory."""
-    # The storage, not its address: all empty shards have the address 0.
-    place = tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
-    return (*place, tensor.dtype, tensor.is_conj(), tensor.is_neg())
 
 
 def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:

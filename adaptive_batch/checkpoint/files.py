@@ -6,7 +6,6 @@ Errors of torch are long, or recommend disabling ``weights_only``.
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
 import re
@@ -319,41 +318,27 @@ def _os_error_behind(error: BaseException) -> OSError | None:
 
 
 @contextmanager
-def saving(
-    target: Path, temporary: Path, *, num_bytes: int, removes: bool = True
-) -> Iterator[None]:
+def saving(target: Path, temporary: Path, *, removes: bool = True) -> Iterator[None]:
     """Raise a CheckpointError if writing or renaming the temporary folder fails. The folder is
     removed afterwards, and first, since a killed save may have left it.
 
     Args:
         target, temporary: final folder, and the folder to write.
-        num_bytes: bytes of the tensors.
         removes: whether this rank removes the folder.
 
     Raises:
-        CheckpointError: saving failed; the message has the reason and, for a full disk, the
-            required and the free bytes.
+        CheckpointError: saving failed; the message has the reason.
     """
     if removes:
         shutil.rmtree(temporary, ignore_errors=True)
-    nearest = next(folder for folder in target.parents if folder.exists())
-    free_bytes = shutil.disk_usage(nearest).free
     try:
         yield
     except Exception as error:
         cause = reason(error)
-        os_error = _os_error_behind(error)
-        if os_error is None and not isinstance(error, CheckpointError):
+        if not isinstance(error, CheckpointError | OSError):
             cause = f"{type(error).__name__}: {cause}"
-        is_full = os_error is not None and os_error.errno in (errno.ENOSPC, errno.EDQUOT)
-        sizes = ""
-        if is_full or free_bytes < num_bytes:
-            sizes = (
-                f"it needs {num_bytes:,} bytes and a little more, and {free_bytes:,} bytes were"
-                " free; "
-            )
         raise CheckpointError(
-            f"saving {target} failed ({cause}): {sizes}earlier saves are unchanged"
+            f"saving {target} failed ({cause}): earlier saves are unchanged"
         ) from error
     finally:
         if removes:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import platform
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -45,23 +43,6 @@ _is_alone = ContextVar("_is_alone", default=False)
 def is_launched() -> bool:
     """Return whether a launcher such as torchrun started several processes."""
     return int(os.environ.get("WORLD_SIZE", 1)) > 1 and "RANK" in os.environ
-
-
-def launch_name() -> str | None:
-    """Return a name of the torchrun launch that survives restarts; None without torchrun."""
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
-    if run_id is None:
-        return None
-    # Without an id from the user, all launches have the run id "none". The process id of torchrun
-    # tells them apart, but containers reuse process ids, so its start time is added.
-    torchrun = os.getppid()
-    start_time = ""
-    with contextlib.suppress(OSError):
-        # proc_pid_stat(5): the start time in ticks since boot is the 20th field after the name of
-        # the program, which stands in parentheses.
-        _, _, fields = Path(f"/proc/{torchrun}/stat").read_text().rpartition(")")
-        start_time = fields.split()[19]
-    return f"{run_id}/{platform.node()}/{torchrun}/{start_time}"
 
 
 def meet_ranks() -> tuple[Store, int, int]:

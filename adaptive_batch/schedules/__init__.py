@@ -1,7 +1,6 @@
 """Training progress, batch schedules and the learning rate."""
 
 from .batch_rules import (
-    EXAMPLES,
     KEY,
     ClampedBatch,
     Schedule,
@@ -48,7 +47,6 @@ from .noise_scale import NoiseSample, NoiseScale, squared_norm
 from .progress import EpochPlan, Pace, Progress
 
 __all__ = [
-    "EXAMPLES",
     "KEY",
     "RULES",
     "UNITS",

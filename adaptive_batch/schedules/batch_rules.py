@@ -696,15 +696,3 @@ def _factor(key: str, value: object, *, or_null: str = "") -> float:
 
 def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-# Example arguments for a config block of each rule.
-EXAMPLES: Mapping[Callable[..., Schedule | Increment], str] = {
-    steps: "batch_sizes: [16, 32], thresholds: [1ep]",
-    linear_ramp: "start: 16, end: 64, over: 1ep",
-    ramp_by_doubling: "end: 64, over: 1ep",
-    by_noise_scale: "start: 16",
-    seesaw: "factor: 2",
-    at_epochs: "additions: {1: 8}",
-    geometric: "factor: 2",
-}

@@ -28,14 +28,9 @@ from omegaconf.errors import (
 from torchtune import config
 from torchtune.config._errors import InstantiationError
 from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cli_args
-from yaml import YAMLError  # type: ignore[import-untyped]  # it comes with OmegaConf
 
 from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.schedules import EXAMPLES
-
-# Errors of files and arguments that cannot be parsed.
-_READING_ERRORS = (YAMLError, OSError, TypeError, ValueError, OmegaConfBaseException)
 
 _BLOCK = "give a block with _component_, as in torchtune's configs, which `tune ls` lists"
 _NEEDED = {
@@ -167,50 +162,10 @@ def one_line(error: BaseException) -> str:
     return " ".join(lines)
 
 
-def check_file(path: str, arguments: Sequence[str] = ()) -> None:
-    """Raise SettingError for a file that is not a YAML block, and for an invalid argument."""
-    with _refuse_unreadable("--config", path):
-        cfg: Any = OmegaConf.load(path)
-        _check_colons(OmegaConf.to_container(cfg))
-    if not isinstance(cfg, DictConfig):
-        raise SettingError("--config", path, "give a block of keys, as in torchtune's configs")
-    for key in cfg:
-        # torchtune makes attributes of the keys, and `config` is the path of the file.
-        if not isinstance(key, str) or key == "config":
-            raise SettingError("--config", path, f"it has the key {key!r}; rename or remove it")
-    # torchtune removes keys (~key) before it sets others, wherever they stand. Apply the arguments
-    # one by one in this order, so that an error names its argument.
-    for argument in sorted(arguments, key=lambda argument: not argument.startswith("~")):
-        with _refuse_unreadable("argument", argument):
-            cfg = merged(cfg, [argument])
-            _check_colons(OmegaConf.to_container(cfg))
-
-
-def _check_colons(value: Any) -> None:
-    """Raise ValueError for ``{key:value}``, which YAML reads as the key ``key:value`` with null."""
-    if isinstance(value, list):
-        for item in value:
-            _check_colons(item)
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            if item is None and ":" in str(key):
-                raise ValueError(f"{key} has no value; put a space after the colon")
-            _check_colons(item)
-
-
 def merged(cfg: DictConfig, arguments: Sequence[str]) -> Any:
     """Return a copy of a configuration with torchtune's command-line arguments applied."""
     values: Any = OmegaConf.to_container(cfg)
     return _merge_yaml_and_cli_args(Namespace(**values), [*arguments])
-
-
-@contextmanager
-def _refuse_unreadable(key: str, value: str) -> Iterator[None]:
-    """Context manager: turn errors of parsing into a SettingError."""
-    try:
-        yield
-    except _READING_ERRORS as error:
-        raise SettingError(key, value, f"it cannot be read: {one_line(error)}") from error
 
 
 T = TypeVar("T")
@@ -394,11 +349,6 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
 
     def read(name: str, value: Any) -> Any:
         loaded = _load(value, key=name)
-        # A builder of this package has to be called first.
-        for builder, example in EXAMPLES.items():
-            if builder is loaded:
-                block = f"{name}={{_component_: {value}, {example}}}"
-                raise SettingError(name, value, f"it builds the function; give a block: {block}")
         check(loaded, key=name)
         return loaded
 

@@ -27,8 +27,7 @@ from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
-from .configuration import as_dict, check_file, plainly, refusing
-from .store import FinishedError
+from .configuration import as_dict, plainly, refusing
 
 log = logging.getLogger("adaptive_batch")
 
@@ -47,31 +46,26 @@ def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
 
 
 def use_shipped_config(arguments: list[str]) -> None:
-    """Replace the name of a shipped config after ``--config`` by its path, in place, and check that
-    torchtune can read the file and the other arguments.
+    """Replace the name of a shipped config after ``--config`` by its path, in place.
 
     Args:
         arguments: name of the program and its arguments, as in ``sys.argv``.
 
     Raises:
-        SettingError: the name is neither a file nor a shipped config, or torchtune cannot read
-            an argument.
+        SettingError: the name is neither a file nor a shipped config.
     """
     # Without a value after --config, torchtune's parser prints the usage.
     if "--config" not in arguments[:-1]:
         return
     index = arguments.index("--config") + 1
     name = arguments[index]
-    others = [*arguments[1 : index - 1], *arguments[index + 1 :]]
-    path = Path(name)
-    if not path.is_file():
-        shipped = config_files()
-        if name not in shipped:
-            remedy = f"it is neither a file nor a shipped config; shipped are {', '.join(shipped)}"
-            raise SettingError("--config", name, remedy)
-        path = shipped[name]
-    check_file(str(path), [argument for argument in others if not argument.startswith("-")])
-    arguments[index] = str(path)
+    if Path(name).is_file():
+        return
+    shipped = config_files()
+    if name not in shipped:
+        remedy = f"it is neither a file nor a shipped config; shipped are {', '.join(shipped)}"
+        raise SettingError("--config", name, remedy)
+    arguments[index] = str(shipped[name])
 
 
 def set_up_process() -> None:
@@ -207,17 +201,12 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
         with all_ranks(cfg) as watch:
             show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
             recipe = make_recipe(watch)
-            try:
-                with interruptible(recipe.after_end):
-                    # A signal ends setup() at once. train() handles signals itself: it finishes
-                    # and saves the step.
-                    with raising_on_request():
-                        recipe.setup()
-                    recipe.train()
-            except FinishedError as done:
-                # Not an error: a job that repeats its command until it succeeds must not fail after
-                # the run is finished.
-                log.info("%s", done)
+            with interruptible(recipe.after_end):
+                # A signal ends setup() at once. train() handles signals itself: it finishes and
+                # saves the step.
+                with raising_on_request():
+                    recipe.setup()
+                recipe.train()
     finally:
         if recipe:
             recipe.cleanup()

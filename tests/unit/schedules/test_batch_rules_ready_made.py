@@ -5,7 +5,6 @@ import pickle
 
 import pytest
 import torch
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,7 +12,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from adaptive_batch import AdaptiveLoop, Sampling, StepOptions
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
-    EXAMPLES,
     Progress,
     at_epochs,
     batch_rules,
@@ -139,11 +137,6 @@ RULES = [
 )
 def test_the_repr_of_a_rule_builds_it_and_it_can_be_pickled(rule):
     assert eval(repr(rule), vars(batch_rules)) == rule == pickle.loads(pickle.dumps(rule))
-
-
-@pytest.mark.parametrize("build", EXAMPLES, ids=lambda build: build.__name__)
-def test_the_example_of_each_rule_builds_it(build):
-    assert callable(build(**yaml.safe_load(f"{{{EXAMPLES[build]}}}")))
 
 
 BERT24 = ramp_by_doubling(64, "1ep", start=16)

@@ -11,7 +11,7 @@ from support.model_families import Combination
 
 from adaptive_batch import distributed
 from adaptive_batch.errors import GrowthFunctionError, SettingError
-from adaptive_batch.torchtune import Job, NextTokens, Settings, use_shipped_config
+from adaptive_batch.torchtune import Job, NextTokens, Settings
 from adaptive_batch.torchtune.checks import TO_TRAIN, check_output_dir, check_parallel
 from adaptive_batch.torchtune.configuration import plainly
 from adaptive_batch.torchtune.resume import check_fewer_ranks
@@ -147,21 +147,6 @@ def test_a_norm_may_be_written_as_torchtune_takes_it():
     cfg = OmegaConf.to_container(SMALL.config())
     assert Settings.from_config(cfg | {"clip_grad_norm": "inf"}).clip_grad_norm == float("inf")
     assert Settings.from_config(cfg | {"clip_grad_norm": "1.0"}).clip_grad_norm == 1.0
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("- 1\n", "a: [1,\n b: }\n", "a: 1\na: 2\n", "a: '${b'\n"),
-        b"\xff\xfe\x00\x01",
-    ],
-)
-def test_a_file_that_cannot_be_read_as_a_block_is_refused(tmp_path, text):
-    path = tmp_path / "mine.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    with pytest.raises(SettingError) as refused:
-        use_shipped_config(["recipe", "--config", str(path)])
-    assert (refused.value.key, refused.value.value) == ("--config", str(path))
 
 
 def test_a_full_disk_is_an_error_of_ours_and_other_errors_are_not():

@@ -4,8 +4,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune import Settings, use_shipped_config, without_effect
-from adaptive_batch.torchtune.configuration import REMOVED, check_file, keys_of, unread
+from adaptive_batch.torchtune import Settings, without_effect
+from adaptive_batch.torchtune.configuration import REMOVED, keys_of, unread
 
 PLAIN = {
     "batch_size": 2,
@@ -62,39 +62,6 @@ def test_a_key_that_another_refers_to_is_read(reference, unused):
     assert unread(Settings, OmegaConf.create(PLAIN | REFERRED | {"tokenizer": tokenizer})) == [
         unused
     ]
-
-
-@pytest.mark.parametrize("argument", ["batch_size", "a=b=c"])
-def test_an_argument_that_is_no_override_is_refused(tmp_path, argument):
-    config = tmp_path / "mine.yaml"
-    config.write_text("batch_size: 1\n")
-    with pytest.raises(SettingError) as refused:
-        use_shipped_config(["recipe", "--config", str(config), "epochs=1", argument])
-    assert str(refused.value).startswith(f"argument={argument!r}: it cannot be read: ")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("1: foo", "it has the key 1; rename"),
-        ("config: foo", "it has the key 'config'; rename"),
-        ("tokenizer: {path:/x y}", "it cannot be read: path:/x y has no value; put a space"),
-        ("datasets: [{a:b}]", "it cannot be read: a:b has no value; put a space"),
-    ],
-)
-def test_a_key_of_a_file_that_torchtune_cannot_take_is_refused(tmp_path, text, message):
-    config = tmp_path / "mine.yaml"
-    config.write_text(text)
-    with pytest.raises(SettingError) as refused:
-        check_file(str(config))
-    assert str(refused.value).startswith(f"--config='{config}': {message}")
-
-
-@pytest.mark.parametrize("text", ["note: |\n  x:y: null\n", "'http://x:80': 1"])
-def test_a_colon_in_a_text_or_a_quoted_key_is_accepted(tmp_path, text):
-    config = tmp_path / "mine.yaml"
-    config.write_text(text)
-    check_file(str(config))
 
 
 FUNCTION = "adaptive_batch.schedules.by_critical_batch"

@@ -11,10 +11,10 @@ from adaptive_batch.torchtune.resume import LostRun
 CONDITIONS = {"layout": "padded", "ranks": 2}
 
 
-def lost_run(folder, *, name="a", resumes=True, trials_name="search"):
-    settings = SimpleNamespace(on_out_of_memory="shrink")
-    job = SimpleNamespace(cfg=SimpleNamespace(output_dir=str(folder)), settings=settings)
-    return LostRun(job, name=name, resumes=resumes, trials_name=trials_name)
+def lost_run(folder, *, resumes=True, trials_name="search"):
+    cfg = SimpleNamespace(output_dir=str(folder), resume_from_checkpoint=resumes)
+    job = SimpleNamespace(cfg=cfg, settings=SimpleNamespace(on_out_of_memory="shrink"))
+    return LostRun(job, trials_name=trials_name)
 
 
 def end(folder, **facts):
@@ -50,22 +50,7 @@ def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
     assert other_question.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
 
 
-@pytest.mark.parametrize("other", [{"name": "b"}, {"resumes": False}])
-def test_another_run_in_the_folder_begins_without_it(tmp_path, path, other):
+def test_a_new_run_in_the_folder_begins_without_it(tmp_path, path):
     end(tmp_path, trial_rows=8)
-    assert lost_run(tmp_path, **other).trial_rows("trial_rows") is None
+    assert lost_run(tmp_path, resumes=False).trial_rows("trial_rows") is None
     assert not path.exists()
-
-
-def test_a_restart_of_the_same_launch_knows_it_whether_it_resumes_or_not(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-1")
-    end(tmp_path, trial_rows=8)
-    assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") == 8
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-2")
-    assert lost_run(tmp_path, name="b", resumes=False).trial_rows("trial_rows") is None
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"launch": null}'])
-def test_a_file_that_cannot_be_read_is_as_good_as_none(tmp_path, path, content):
-    path.write_text(content)
-    assert lost_run(tmp_path).trial_rows("trial_rows") is None
