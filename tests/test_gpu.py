@@ -245,7 +245,7 @@ def test_a_resume_point_of_a_device_goes_on_to_the_bit(tmp_path, asynchronous):
             tensors = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             points.save(3, tensors, {"random_state": RandomState(CUDA).state_dict()})
             expected = [step(model, optimizer) for _ in range(5)]
-        point, passed_over = newest_complete(*checkpoints_in(tmp_path))
+        point, passed_over = newest_complete(checkpoints_in(tmp_path))
         assert passed_over == []
         tensors, small = point.load()
         again, its_optimizer = build()

@@ -3,7 +3,6 @@
 from .checkpoint import (
     Checkpoint,
     CheckpointManager,
-    SkippedCheckpoint,
     checkpoints_in,
     clear_leftovers,
     newest_complete,
@@ -20,7 +19,6 @@ __all__ = [
     "Checkpoint",
     "CheckpointManager",
     "SavedFile",
-    "SkippedCheckpoint",
     "checkpoints_in",
     "clear_leftovers",
     "load_named_optimizer_state",

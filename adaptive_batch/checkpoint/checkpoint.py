@@ -22,7 +22,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -73,21 +73,36 @@ _REMOVED = ".removed-"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoint whose files all exist with the saved sizes.
+    """Checkpoint, or a folder with the name of one that has a problem.
 
     Attributes:
         path: folder of the checkpoint.
+        problem: reason why the folder is not a complete checkpoint; empty if all files exist with
+            the saved sizes.
+        is_ours: whether this version knows the format of the folder.
         step: optimizer steps so far.
         order: position among the checkpoints of an output directory; the newest has the largest.
-        run: name of the run that saved it; empty for a checkpoint without a run.
+            None if unknown.
+        run: name of the run that saved it, which may be empty; None if unknown.
         files: sizes and checksums of the files by name.
     """
 
     path: Path
-    step: int
-    order: int
-    run: str
-    files: Mapping[str, SavedFile]
+    problem: str = ""
+    is_ours: bool = True
+    step: int = 0
+    order: int | None = None
+    run: str | None = None
+    files: Mapping[str, SavedFile] = field(default_factory=dict)
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Key that is larger for a newer checkpoint."""
+        return self.order or 0, self.step
+
+    def describe(self) -> str:
+        """Return folder and problem in one line."""
+        return f"{self.path} is skipped: {self.problem}"
 
     def load(self) -> tuple[Any, Any]:
         """Load the tree of full tensors and the small state to the CPU, without running pickled
@@ -158,53 +173,27 @@ class Checkpoint:
         return results[0]
 
 
-@dataclass(frozen=True)
-class SkippedCheckpoint:
-    """Folder that is not a complete checkpoint.
-
-    Attributes:
-        path: the folder.
-        reason: reason for skipping it.
-        is_ours: whether this version knows the format of the folder.
-        order, run: as in :class:`Checkpoint`; None if unknown.
-    """
-
-    path: Path
-    reason: str
-    is_ours: bool
-    order: int | None = None
-    run: str | None = None
-
-    def describe(self) -> str:
-        """Return folder and reason in one line."""
-        return f"{self.path} is skipped: {self.reason}"
-
-
 def newest_complete(
-    checkpoints: Iterable[Checkpoint], skipped: Iterable[SkippedCheckpoint]
-) -> tuple[Checkpoint | None, list[SkippedCheckpoint]]:
+    checkpoints: Iterable[Checkpoint],
+) -> tuple[Checkpoint | None, list[Checkpoint]]:
     """Find the newest complete checkpoint by comparing the checksums of all files.
 
     With several ranks, one rank calls this function and broadcasts the result, which can be
     pickled.
 
     Returns:
-        The checkpoint or None, and the skipped folders that are newer or of unknown age.
+        The checkpoint or None, and the folders with problems that are newer or of unknown age.
     """
-    all_skipped = list(skipped)
-    newest_first = sorted(checkpoints, key=lambda each: (each.order, each.step), reverse=True)
-    for checkpoint in newest_first:
-        order = checkpoint.order
-        change = changed_content(checkpoint.path, checkpoint.files)
-        if change is None:
-            newer = [each for each in all_skipped if each.order is None or each.order >= order]
+    checkpoints = list(checkpoints)
+    skipped = [each for each in checkpoints if each.problem]
+    complete = [each for each in checkpoints if not each.problem]
+    for checkpoint in sorted(complete, key=lambda each: each.age, reverse=True):
+        problem = changed_content(checkpoint.path, checkpoint.files)
+        if not problem:
+            newer = [each for each in skipped if each.order is None or each.age >= checkpoint.age]
             return checkpoint, newer
-        all_skipped.append(
-            SkippedCheckpoint(
-                checkpoint.path, change, is_ours=True, order=order, run=checkpoint.run
-            )
-        )
-    return None, all_skipped
+        skipped.append(replace(checkpoint, problem=problem))
+    return None, skipped
 
 
 def write_checkpoint(
@@ -247,11 +236,11 @@ def write_checkpoint(
         # On a network file system, files of another node may become visible after a while.
         deadline = time.monotonic() + _SEEN_SECONDS
         seen = inspect(folder)
-        while isinstance(seen, SkippedCheckpoint):
+        while seen.problem:
             if time.monotonic() > deadline:
                 raise CheckpointError(
-                    f"rank zero does not see all that was saved ({seen.reason}); output_dir must be"
-                    " on a file system that all ranks share"
+                    f"rank zero does not see all that was saved ({seen.problem}); output_dir must"
+                    " be on a file system that all ranks share"
                 )
             time.sleep(0.1)
             seen = inspect(folder)
@@ -259,16 +248,16 @@ def write_checkpoint(
     ranks.first(write_state_and_manifest)
 
 
-def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
+def inspect(folder: Path) -> Checkpoint:
     """Check the sizes of a checkpoint's files; :func:`changed_content` checks their content."""
     # Another program's folder may have the name of a step, and must not be removed as ours.
     is_ours = (folder / METADATA).exists() and (folder / STATE).exists()
     try:
         text = (folder / MANIFEST).read_bytes().decode(errors="replace")
     except OSError as error:
-        problem = "incomplete" if is_ours else "unrecognized"
-        reason_of_skip = f"{problem}: {MANIFEST} cannot be read ({error.strerror})"
-        return SkippedCheckpoint(folder, reason_of_skip, is_ours)
+        kind = "incomplete" if is_ours else "unrecognized"
+        problem = f"{kind}: {MANIFEST} cannot be read ({error.strerror})"
+        return Checkpoint(folder, problem, is_ours)
     is_ours |= FORMAT in text
     try:
         manifest = json.loads(text)
@@ -276,20 +265,18 @@ def inspect(folder: Path) -> Checkpoint | SkippedCheckpoint:
         order = int(manifest["order"])
         if manifest["format"] == FORMAT and version != FORMAT_VERSION:
             writer = f"adaptive_batch {manifest.get('package_version')}"
-            reason_of_skip = (
+            problem = (
                 f"format {version}, written by {writer}; this version reads format"
                 f" {FORMAT_VERSION}: use that version"
             )
-            return SkippedCheckpoint(folder, reason_of_skip, is_ours=False, order=order)
+            return Checkpoint(folder, problem, is_ours=False, order=order)
         manifest, files = read_manifest(text)
-        checkpoint = Checkpoint(folder, manifest["step"], order, manifest["run"], files)
+        step, run = manifest["step"], manifest["run"]
     except (ValueError, KeyError, TypeError):
-        problem = "truncated or changed" if is_ours else "unrecognized"
-        return SkippedCheckpoint(folder, f"{MANIFEST} is {problem}", is_ours)
-    change = changed_size(folder, files)
-    if change is not None:
-        return SkippedCheckpoint(folder, change, True, order, checkpoint.run)
-    return checkpoint
+        kind = "truncated or changed" if is_ours else "unrecognized"
+        return Checkpoint(folder, f"{MANIFEST} is {kind}", is_ours)
+    problem = changed_size(folder, files)
+    return Checkpoint(folder, problem, step=step, order=order, run=run, files=files)
 
 
 def _save(value: Any, path: Path) -> None:
@@ -307,26 +294,18 @@ def _save(value: Any, path: Path) -> None:
 # --- the checkpoints of a folder
 
 
-def checkpoints_in(output_dir: Path) -> tuple[list[Checkpoint], list[SkippedCheckpoint]]:
-    """Return the checkpoints with correct file sizes and the other step folders, without reading
-    files.
-    """
-    complete: list[Checkpoint] = []
-    skipped: list[SkippedCheckpoint] = []
+def checkpoints_in(output_dir: Path) -> list[Checkpoint]:
+    """Return the step folders, without reading large files."""
+    checkpoints: list[Checkpoint] = []
     folders = sorted(output_dir.iterdir()) if output_dir.is_dir() else []
     for folder in folders:
         # A save renames the checkpoint that it replaces. If it was killed before it put the new one
         # in place, the renamed one still counts.
         name = folder.name.removeprefix(_REPLACED)
         is_replaced = name != folder.name and (output_dir / name).exists()
-        if is_replaced or not _STEP.fullmatch(name) or not folder.is_dir():
-            continue
-        checkpoint = inspect(folder)
-        if isinstance(checkpoint, Checkpoint):
-            complete.append(checkpoint)
-        else:
-            skipped.append(checkpoint)
-    return complete, skipped
+        if _STEP.fullmatch(name) and folder.is_dir() and not is_replaced:
+            checkpoints.append(inspect(folder))
+    return checkpoints
 
 
 class CheckpointManager:
@@ -486,22 +465,22 @@ class CheckpointManager:
         clear_leftovers(self._output_dir, "step")
         if target.exists():
             found = inspect(target)
-            if isinstance(found, SkippedCheckpoint) and not found.is_ours:
-                raise FileExistsError(f"{target} exists and is not ours to replace: {found.reason}")
+            if not found.is_ours:
+                raise FileExistsError(
+                    f"{target} exists and is not ours to replace: {found.problem}"
+                )
         temporary.mkdir()
         # Count up from existing checkpoints: clocks may be wrong.
-        complete, skipped = checkpoints_in(self._output_dir)
-        orders = [checkpoint.order for checkpoint in complete]
-        orders += [damaged.order or 0 for damaged in skipped]
+        orders = [checkpoint.order or 0 for checkpoint in checkpoints_in(self._output_dir)]
         return 1 + max(orders, default=0)
 
     def _remove_old(self) -> None:
         """Remove old checkpoints of this run; keep all other folders."""
         if self._keep_last is None:
             return
-        complete, _ = checkpoints_in(self._output_dir)
+        complete = [each for each in checkpoints_in(self._output_dir) if not each.problem]
         own = [checkpoint for checkpoint in complete if checkpoint.run == self._run]
-        own.sort(key=lambda checkpoint: checkpoint.order, reverse=True)
+        own.sort(key=lambda checkpoint: checkpoint.age, reverse=True)
         for checkpoint in own[self._keep_last :]:
             remove_folder(checkpoint.path)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import re
 import shutil
 import warnings
 import zlib
@@ -252,9 +251,9 @@ def read_manifest(text: str) -> tuple[dict[str, Any], dict[str, SavedFile]]:
     raise ValueError("truncated or changed")
 
 
-def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Describe the first file that is missing or has a different size, or return None. Reads
-    no content.
+def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str:
+    """Describe the first file that is missing or has a different size; empty if there is none.
+    Reads no content.
     """
     for name, saved in files.items():
         try:
@@ -263,11 +262,11 @@ def changed_size(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
             return f"{name} is missing"
         if size != saved.bytes:
             return f"{name} has {size:,} bytes, {saved.bytes:,} were saved"
-    return None
+    return ""
 
 
-def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
-    """Describe the first file that is unreadable or has a different checksum; None if there is
+def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str:
+    """Describe the first file that is unreadable or has a different checksum; empty if there is
     none.
     """
     for name, saved in files.items():
@@ -280,7 +279,7 @@ def changed_content(folder: Path, files: Mapping[str, SavedFile]) -> str | None:
                 f"{name} has another checksum (crc32 {checksum:08x}) than was saved"
                 f" ({saved.crc32:08x})"
             )
-    return None
+    return ""
 
 
 def _crc32(path: Path) -> int:
@@ -297,13 +296,10 @@ def reason(error: BaseException) -> str:
     os_error = _os_error_behind(error)
     if os_error is None and isinstance(error, pickle.UnpicklingError):
         # torch's own message recommends weights_only=False, which would run pickled code.
-        unknown = re.search(r"GLOBAL (\S+)", str(error))
-        if unknown:
-            return (
-                f"it names {unknown[1]}, which torch.load(weights_only=True) allows only once its"
-                " package is imported, if at all"
-            )
-        return "it is not what torch.save writes: truncated or changed"
+        return (
+            "torch.load(weights_only=True) does not accept it: it is damaged, or has a class whose"
+            " package is not imported"
+        )
     text = str(os_error or error) or type(error).__name__
     first_line = text.partition("\n")[0]
     return "".join(char if char.isprintable() else "?" for char in first_line)

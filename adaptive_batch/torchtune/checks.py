@@ -7,7 +7,6 @@ single key is checked in :mod:`.settings`.
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -51,28 +50,10 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 # --- values of torchtune's keys that would train something else, or fail after the weights load
 
 
-def _check_positive(key: str, value: Any) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not (is_number and 0 < value < math.inf):
-        raise SettingError(key, value, "give a number above 0")
-
-
-def _check_rate(key: str, value: Any) -> None:
-    # A rate of 0 trains nothing, as in torchtune.
-    if value != 0 or isinstance(value, bool):
-        _check_positive(key, value)
-
-
 def _check_merges(key: str, value: object) -> None:
     # Any file can be read as merges, and gives other tokens.
     if not isinstance(value, str) or value.endswith(".json"):
         raise SettingError(key, value, "merges are lines of text; give merges.txt")
-
-
-def _check_resume(key: str, value: object) -> None:
-    if not isinstance(value, bool) and value != AUTO and not os.path.isdir(str(value)):
-        remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
-        raise SettingError(key, value, remedy)
 
 
 def _refuse_adapters(key: str, value: object) -> None:
@@ -97,18 +78,11 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("tensor_parallel_dim", check_whole),
     ("dataset.packed", check_bool),
     ("dataset_val.packed", check_bool),
-    ("model.attn_dropout", check_share),
-    ("model.lora_dropout", check_share),
     ("loss.label_smoothing", check_share),
     ("tokenizer.max_seq_len", check_whole),
     ("tokenizer.merges_file", _check_merges),
-    ("model.lora_rank", check_whole),
-    ("model.lora_alpha", _check_positive),
-    ("model.norm_eps", _check_positive),
     ("ac_option", check_whole),
-    ("optimizer.lr", _check_rate),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
-    ("resume_from_checkpoint", _check_resume),
     ("checkpointer.adapter_checkpoint", _refuse_adapters),
 )
 

@@ -99,7 +99,7 @@ def estimate_devices(
         show(message)
     estimator = Estimator(cfg, settings, parse_devices(estimate_settings.devices))
     show("the training step runs on fake tensors")
-    lengths, devices, run = estimator.estimate_lengths()
+    lengths, devices, run = estimator.estimate(cfg, estimator.lengths, estimate_settings.world_size)
     estimate = MemoryEstimate(
         devices=devices,
         lengths=lengths,
@@ -136,7 +136,11 @@ def estimate_devices(
 
 
 class Estimator:
-    """Estimates one configuration and its variants for devices."""
+    """Estimates one configuration and its variants for devices.
+
+    Attributes:
+        lengths: configured lengths of a row, in tokens or "longest".
+    """
 
     def __init__(
         self,
@@ -155,11 +159,7 @@ class Estimator:
             group_by_kernels(devices) if self._on_accelerator else [list(range(len(devices)))]
         )
         configured = settings.estimate.sequence_lengths or (settings.probe.sequence_length,)
-        self._lengths = [self._resolved(length) for length in configured]
-
-    def estimate_lengths(self) -> tuple[tuple[LengthEstimate, ...], tuple[Target, ...], FakeRun]:
-        """Estimate each configured length; the results are those of :meth:`_estimate`."""
-        return self._estimate(self._cfg, self._lengths, self._settings.estimate.world_size)
+        self.lengths = [self._resolved(length) for length in configured]
 
     def left_out(self, run: FakeRun) -> list[str]:
         """Return a sentence for each kind of memory that is not counted."""
@@ -182,7 +182,7 @@ class Estimator:
             )
         return not_counted
 
-    def _estimate(
+    def estimate(
         self,
         cfg: DictConfig,
         lengths: Sequence[int | str],
@@ -279,9 +279,9 @@ class Estimator:
                 if not override.startswith(("--", "PYTORCH"))
             ]
             try:
-                _, targets, _ = self._estimate(
+                _, targets, _ = self.estimate(
                     merged(self._cfg, overrides),
-                    [candidate.sequence_length or self._lengths[0]],
+                    [candidate.sequence_length or self.lengths[0]],
                     candidate.world_size or world_size,
                     is_change=True,
                     allocator=candidate.allocator,
@@ -363,7 +363,7 @@ class FakeRun:
         # needs the same operations at each size.
         has_one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
         if not settings.layout_kind.pads and not has_one_kernel:
-            self._leave_out(
+            self._left_out.append(
                 f"micro_batch_layout={settings.micro_batch_layout}: rows are counted as padded to"
                 " the longest one"
             )
@@ -384,7 +384,7 @@ class FakeRun:
                 self.job, [self.job.task.synthetic_row(8, packed=packed)], packed=packed
             )
         if self.data.packed and self._on_accelerator:
-            self._leave_out(
+            self._left_out.append(
                 "flex attention: packed rows are counted with a mask of tokens x tokens, and it"
                 " needs less"
             )
@@ -413,20 +413,16 @@ class FakeRun:
             else:
                 why_eager = check_compiler()
             if why_eager is not None:
-                self._leave_out(
+                self._left_out.append(
                     f"compile=True: the step is counted as the eager program: {why_eager}"
                 )
             on_cpu.compile = why_eager is None
         return on_cpu
 
-    def _leave_out(self, sentence: str) -> None:
-        if sentence not in self._left_out:
-            self._left_out.append(sentence)
-
     @property
     def left_out(self) -> tuple[str, ...]:
         """Differences between the estimate and the device, one sentence each."""
-        return (*self._left_out, *self._compiled_parts.left_out)
+        return tuple(dict.fromkeys((*self._left_out, *self._compiled_parts.left_out)))
 
     # --- data
 
@@ -489,7 +485,11 @@ class FakeRun:
             make_rows: function that makes a number of rows.
             accumulates: see :class:`FakeStep`.
         """
-        model, second = self._build()
+        job = self.job
+        model = self._build_model(job.builder, job.cfg)
+        second = None
+        if job.second is not None:
+            second = self._build_model(job.second.builder, job.second.cfg)
         with offloading_fake_tensors():
             self.trainer = Trainer(
                 self.job,
@@ -522,14 +522,6 @@ class FakeRun:
         """Return a function that runs forward and backward of a number of rows as training does."""
         return lambda num_rows: self.trainer.engine.try_rows(make_rows(num_rows))
 
-    def _build(self) -> tuple[torch.nn.Module, torch.nn.Module | None]:
-        """Build the trained model and the second model, if any, on the fake device."""
-        job = self.job
-        model = self._build_model(job.builder, job.cfg)
-        if job.second is None:
-            return model, None
-        return model, self._build_model(job.second.builder, job.second.cfg)
-
     def _build_model(self, builder: FullModel, cfg: DictConfig) -> torch.nn.Module:
         """Build a model on the fake device, with its parameters in the order of their creation."""
         job = self.job
@@ -558,7 +550,7 @@ class FakeRun:
         """Build the configured optimizer, or one with the same states if its own needs a device."""
         component = str(self.job.cfg.optimizer._component_)
         if component.startswith(_BITSANDBYTES):
-            self._leave_out(
+            self._left_out.append(
                 "bitsandbytes: its states are counted by their documented sizes, and paged ones,"
                 " which may lie on the host, as if on the device"
             )
@@ -567,7 +559,7 @@ class FakeRun:
         with self.device.mode:
             optimizer = self.job.new_optimizer(parameters)
         for sentence in self.device.prepare_optimizer(optimizer):
-            self._leave_out(sentence)
+            self._left_out.append(sentence)
         return optimizer
 
 

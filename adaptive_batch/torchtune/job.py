@@ -71,12 +71,10 @@ class Job:
         configured_type = str(cfg.device).partition(":")[0]
         is_other = cfg.device is not None and self.device.type != configured_type
         if is_other or self.device.type == "meta":
-            remedy = f"torch {torch.__version__} sees no such device; give cuda or cpu"
-            if configured_type == "cuda":
-                remedy = (
-                    f"torch {torch.__version__} sees no such device (`adaptive-batch check` shows"
-                    " why); give cpu with dtype=fp32"
-                )
+            remedy = (
+                f"torch {torch.__version__} sees no such device (`adaptive-batch check` shows why);"
+                " give cuda, or cpu with dtype=fp32"
+            )
             raise SettingError("device", cfg.device, remedy)
         check_segments(self.device)
         with refusing("dtype", cfg.dtype, "give bf16 or fp32", problem="it cannot be used"):

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import datasets
 import torch
 from omegaconf import DictConfig
 from torchtune import config, training, utils
@@ -27,7 +26,7 @@ from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
-from .configuration import as_dict, plainly, refusing
+from .configuration import as_dict, plainly
 
 log = logging.getLogger("adaptive_batch")
 
@@ -94,18 +93,15 @@ def set_up_process() -> None:
 
 def show_details(cfg: DictConfig, *, recipe_name: str) -> None:
     """With ``verbose=True``, print the resolved configuration and torchtune's log. Otherwise print
-    only torchtune's warnings and, without a terminal, no progress bars of `datasets`.
+    only torchtune's warnings.
     """
     torchtune_log = utils.get_logger()
     if cfg.get("verbose"):
         torchtune_log.removeFilter(_is_warning)
         if distributed.is_rank_zero():
             config.log_config(recipe_name=recipe_name, cfg=cfg)
-        return
-    torchtune_log.addFilter(_is_warning)
-    # In a file, each update of a progress bar would be a line.
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
+    else:
+        torchtune_log.addFilter(_is_warning)
 
 
 def _is_warning(record: logging.LogRecord) -> bool:
@@ -214,10 +210,8 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
 
 def _begin_group(cfg: DictConfig, *, ranks_of_a_model: int) -> None:
     """Join the process group with the backends that the configuration needs."""
-    problem = f"rank {os.environ['RANK']} cannot use it"
-    remedy = "start as many ranks on each machine as it has devices (--nproc_per_node)"
-    with refusing("device", cfg.device, remedy, problem=problem):
-        device = utils.get_device(device=cfg.device)
+    # Raises if this machine has fewer devices than ranks.
+    device = utils.get_device(device=cfg.device)
     offloads = bool(cfg.get("fsdp_cpu_offload", False))
     # Both keys send tensors in host memory, for which NCCL needs a second backend.
     sends_host_tensors = offloads or bool(cfg.get("enable_async_checkpointing", False))

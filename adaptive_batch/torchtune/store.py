@@ -24,7 +24,6 @@ from adaptive_batch._util import format_bytes
 from adaptive_batch.checkpoint import (
     Checkpoint,
     CheckpointManager,
-    SkippedCheckpoint,
     checkpoints_in,
     load_named_optimizer_state,
     named_optimizer_state,
@@ -41,7 +40,7 @@ from .checks import AUTO, check_output_dir
 from .job import Job
 from .log import TrainingLog
 from .model import Weights
-from .model_files import ModelFiles, exports_in
+from .model_files import Export, ModelFiles, exports_in
 from .resume import FoundCheckpoint, ResumedRun
 from .trainer import Trainer
 
@@ -72,24 +71,25 @@ class RunFolder:
         """Return the checkpoints, oldest first, and exports by run; None for saves without a
         run name.
         """
-        complete, skipped = checkpoints_in(self.path)
-        checkpoints: list[Checkpoint | SkippedCheckpoint] = [*complete]
-        # A skipped folder is a checkpoint, damaged or of another version, if we know its format
-        # or its order. Leave any other folder alone: `step_N` of another program is not a save.
-        checkpoints += [each for each in skipped if each.is_ours or each.order is not None]
-        checkpoints.sort(key=lambda checkpoint: checkpoint.order or 0)
-        saves: dict[str | None, list[Path]] = {}
-        for save in (*checkpoints, *exports_in(self.exports_path)):
-            saves.setdefault(save.run, []).append(save.path)
-        return saves
+        # A folder with a problem is a checkpoint, damaged or of another version, if we know its
+        # format or its order. Leave any other alone: `step_N` of another program is not a save.
+        checkpoints = [
+            each for each in checkpoints_in(self.path) if each.is_ours or each.order is not None
+        ]
+        checkpoints.sort(key=lambda checkpoint: checkpoint.age)
+        saves: list[Checkpoint | Export] = [*checkpoints, *exports_in(self.exports_path)]
+        paths_by_run: dict[str | None, list[Path]] = {}
+        for save in saves:
+            paths_by_run.setdefault(save.run, []).append(save.path)
+        return paths_by_run
 
     def newest(self, runs: Collection[str | None] | None = None) -> Checkpoint | None:
         """Return the newest checkpoint of some runs, or of all, without reading its large files;
         None if there is none.
         """
-        complete, _ = checkpoints_in(self.path)
-        checkpoints = [each for each in complete if runs is None or each.run in runs]
-        return max(checkpoints, key=lambda each: (each.order, each.step), default=None)
+        complete = [each for each in checkpoints_in(self.path) if not each.problem]
+        of_runs = [each for each in complete if runs is None or each.run in runs]
+        return max(of_runs, key=lambda each: each.age, default=None)
 
     def remove_others(self, run: str) -> bool:
         """Remove the saves of other runs once this run has one; return whether it has one."""
@@ -127,27 +127,23 @@ class RunFolder:
                 f"{self.path} holds saves of {len(named_runs)} runs: {_described(named_runs)};"
                 f" name the checkpoint to resume from, as in resume_from_checkpoint={example}"
             )
-        return self._newest_intact(*checkpoints_in(self.path))
+        return self._newest_intact(checkpoints_in(self.path))
 
     def _find_named(self, path: Path) -> FoundCheckpoint:
         """Find the checkpoint at a path, which may be in the folder of another run."""
-        complete, skipped = checkpoints_in(path.parent)
-        named = [checkpoint for checkpoint in complete if checkpoint.path.absolute() == path]
-        damaged = [checkpoint for checkpoint in skipped if checkpoint.path.absolute() == path]
-        if not named and not damaged:
-            remedy = "it is not a checkpoint; give a folder such as OUTPUT_DIR/step_100"
+        named = [each for each in checkpoints_in(path.parent) if each.path.absolute() == path]
+        if not named:
+            remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
             raise SettingError("resume_from_checkpoint", str(path), remedy)
-        return self._newest_intact(named, damaged)
+        return self._newest_intact(named)
 
-    def _newest_intact(
-        self, complete: list[Checkpoint], skipped: list[SkippedCheckpoint]
-    ) -> FoundCheckpoint:
+    def _newest_intact(self, checkpoints: list[Checkpoint]) -> FoundCheckpoint:
         """Return the newest checkpoint whose files match their saved checksums.
 
         Raises:
             CheckpointError: there is none, or a damaged checkpoint may belong to a later run.
         """
-        newest, newer = newest_complete(complete, skipped)
+        newest, newer = newest_complete(checkpoints)
         passed_over = [damaged.describe() for damaged in newer]
         if newest is None and passed_over:
             raise CheckpointError(
@@ -454,7 +450,7 @@ class Saver:
         is_between_epochs = progress.epoch_steps == 0 and not self._resumed.restarts_epoch
         # An export has the order of the checkpoint before it. A preempted run saved once more after
         # its export, so there any order counts.
-        least_order = 0 if self._resumed.saved.get("preempted") else checkpoint.order
+        least_order = 0 if self._resumed.saved.get("preempted") else checkpoint.order or 0
 
         def is_exported() -> bool:
             return any(
@@ -541,7 +537,7 @@ class Saver:
         def export() -> None:
             # The export stores the order of this checkpoint: later checkpoints are newer than it.
             newest = self._folder.newest()
-            order = newest.order if newest else 0
+            order = newest.order if newest and newest.order else 0
             self._store.files.export(content, epoch=epoch, run=self._run, step=step, order=order)
 
         distributed.on_rank_zero(export)

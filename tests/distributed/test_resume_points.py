@@ -185,7 +185,7 @@ def saved(folder, group, kind=Small, *, asynchronous=False, **options):
 
 
 def point_in(folder):
-    return newest_complete(*checkpoints_in(folder))[0]
+    return newest_complete(checkpoints_in(folder))[0]
 
 
 def message_of(call):

@@ -45,7 +45,7 @@ def begun(small):
 
 def test_a_resume_point_of_adapters_holds_no_base_and_resumes_to_the_same_bits(small, begun):
     folder = stopped_after(begun, small, 6)
-    for point in checkpoints_in(folder)[0]:
+    for point in checkpoints_in(folder):
         held, _ = point.load()
         trained = adapters(begun, 0).keys()
         assert held["model"].keys() == held["optimizer"]["state"].keys() == trained
@@ -61,10 +61,7 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
     weights = load_file(path)
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, path, metadata={"format": "pt"})
-    with pytest.raises(
-        CheckpointError,
-        match=r"^model\.safetensors of .* is not the base that the adapters were trained",
-    ):
+    with pytest.raises(CheckpointError, match="are not the base that the adapters were trained"):
         resume_run(setup, folder, *POINTS, recipe=OURS)
 
 

@@ -143,11 +143,6 @@ def test_ranks_with_different_configurations_are_refused_by_rank(small):
     assert "batch_size='2': rank 1 was started with this, and rank 0 with 4" in output
 
 
-def test_a_device_that_is_missing_on_one_rank_is_named(small):
-    output = refused(small, before="support.rank_faults.no_device_on_rank_one")
-    assert "device='cpu': rank 1 cannot use it: " in output
-
-
 def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(small):
     output = refused(small, before="support.rank_faults.a_bug_on_rank_one")
     assert "no such layer" in output

@@ -43,7 +43,7 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
 
     def saved(step):
         """Return the model and the optimizer of a resume point."""
-        points, _ = checkpoints_in(finished.output_dir)
+        points = checkpoints_in(finished.output_dir)
         (point,) = (point for point in points if point.step == step)
         tensors, _ = point.load()
         leaves = tree_leaves((tensors["model"], tensors["optimizer"]["state"]))

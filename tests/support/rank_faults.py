@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torchtune.utils
 
 from adaptive_batch.torchtune import Trainer
 from adaptive_batch.training import RecipeStep
@@ -41,16 +40,6 @@ def clipping_on_rank_one() -> None:
 def a_bug_on_rank_one() -> None:
     """Let rank 1 raise a KeyError in its third forward."""
     _fail_on_rank_one(Trainer, "logits", from_call=3, error=KeyError("no such layer"))
-
-
-def no_device_on_rank_one() -> None:
-    """Let rank 1 find no device, as on a machine with fewer GPUs than ranks."""
-
-    def get_device(device: str | None = None) -> torch.device:
-        raise RuntimeError("The local rank is larger than the number of available GPUs.")
-
-    if os.environ["RANK"] == "1":
-        torchtune.utils.get_device = get_device
 
 
 def _fail_on_rank_one(

@@ -40,7 +40,7 @@ DTYPES = (
 def saved_and_loaded(tmp_path, tree, small=None):
     with closing(CheckpointManager(tmp_path)) as points:
         points.save(1, tree, small)
-    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
+    point, passed_over = newest_complete(checkpoints_in(tmp_path))
     assert passed_over == []
     assert point.step == 1
     return point.load()
@@ -104,7 +104,7 @@ def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchro
     with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
         points.save(3, before, {"rng": torch.get_rng_state()})
         points.wait()
-        tree, small = newest_complete(*checkpoints_in(tmp_path))[0].load()
+        tree, small = newest_complete(checkpoints_in(tmp_path))[0].load()
         assert_same(tree, before)
         train(model, optimizer, 2)
     again, its_optimizer = trained(OPTIMIZERS[name], steps=1)
@@ -224,21 +224,16 @@ def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
 
 def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r"could not be read again: it names [\w.]*\.TwoTensor, which torch.load\(weights_only"
-        ),
-    ):
+    with pytest.raises(CheckpointError, match=r"could not be read again: torch.load\(weights_only"):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 1
     assert hidden(tmp_path) == []
 
 
 def test_checkpoints_of_other_runs_stay(tmp_path):
     save(tmp_path, 1, 2, run="a")
     save(tmp_path, 3, 4, run="b", keep_last=1)
-    complete, _ = checkpoints_in(tmp_path)
+    complete = checkpoints_in(tmp_path)
     assert sorted((point.run, point.step) for point in complete) == [("a", 1), ("a", 2), ("b", 4)]
 
 
@@ -246,7 +241,7 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
     with closing(CheckpointManager(tmp_path)) as points:
         points.save(5, values(1), {"save": 1})
         points.save(5, values(2), {"save": 2})
-    point, _ = newest_complete(*checkpoints_in(tmp_path))
+    point, _ = newest_complete(checkpoints_in(tmp_path))
     tree, small = point.load()
     assert_same(tree, values(2))
     assert small == point.load_small_state() == {"save": 2}
@@ -265,7 +260,7 @@ def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
                 (output_dir / "step_2" / later).unlink()
             path = output_dir / "step_2" / name
             path.write_bytes(path.read_bytes()[:kept])
-            point, passed_over = newest_complete(*checkpoints_in(output_dir))
+            point, passed_over = newest_complete(checkpoints_in(output_dir))
             if name == "resume.json" and kept is None:
                 assert point.step == 2
             else:
@@ -278,11 +273,11 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "step_4").rename(tmp_path / ".replaced-step_4")
     shutil.copytree(tmp_path / ".replaced-step_4", tmp_path / ".saving-step_4")
-    point, _ = newest_complete(*checkpoints_in(tmp_path))
+    point, _ = newest_complete(checkpoints_in(tmp_path))
     assert_same(point.load()[0], values(4))
     save(tmp_path, 6)
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([4, 6], [])
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 6
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 6
 
 
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -302,13 +297,13 @@ def test_a_missing_file_or_a_changed_byte_anywhere_and_the_next_older_is_taken(
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
-            point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
+            point, (passed_over,) = newest_complete(checkpoints_in(tmp_path))
             assert (point.step, passed_over.path) == (1, tmp_path / "step_2")
             said = passed_over.describe()
             assert name in said or (name == "resume.json" and "reads format" in said)
     finally:
         path.write_bytes(whole)
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 2
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 2
 
 
 def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
@@ -317,13 +312,13 @@ def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
     whole = manifest.read_text()
     content = json.loads(whole)
     manifest.write_text(json.dumps({**content, "format": "other", "format_version": 7}))
-    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
-    assert (point.step, passed_over.reason) == (1, "resume.json is truncated or changed")
+    point, (passed_over,) = newest_complete(checkpoints_in(tmp_path))
+    assert (point.step, passed_over.problem) == (1, "resume.json is truncated or changed")
     manifest.write_text(json.dumps({**content, "format_version": 7, "package_version": "9.9"}))
-    point, (passed_over,) = newest_complete(*checkpoints_in(tmp_path))
+    point, (passed_over,) = newest_complete(checkpoints_in(tmp_path))
     assert point.step == 1
     assert (
-        passed_over.reason
+        passed_over.problem
         == "format 7, written by adaptive_batch 9.9; this version reads format 3: use that version"
     )
     save(tmp_path, 3, keep_last=1)
@@ -344,9 +339,9 @@ def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
         save(tmp_path, 7)
     with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
         save(tmp_path, 9)
-    point, passed_over = newest_complete(*checkpoints_in(tmp_path))
+    point, passed_over = newest_complete(checkpoints_in(tmp_path))
     assert point.step == 2
-    assert [(other.path.name, other.reason) for other in passed_over] == [
+    assert [(other.path.name, other.problem) for other in passed_over] == [
         ("step_7", "unrecognized: resume.json cannot be read (No such file or directory)"),
         ("step_8", "resume.json is unrecognized"),
     ]
@@ -378,13 +373,13 @@ class Evil:
 @pytest.mark.parametrize("name", [".metadata", "state.pt"])
 def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name):
     save(tmp_path, 1)
-    point, _ = newest_complete(*checkpoints_in(tmp_path))
+    point, _ = newest_complete(checkpoints_in(tmp_path))
     path = tmp_path / "step_1" / name
     if name == "state.pt":
         torch.save(Evil(), path)
     else:
         path.write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"names (builtins\.)?print"):
+    with pytest.raises(CheckpointError, match=r"torch.load\(weights_only=True\) does not"):
         point.load()
     assert "run" not in capsys.readouterr().out
 
@@ -396,7 +391,7 @@ def test_the_last_few_are_kept(tmp_path, asynchronous):
     save(tmp_path, 1, keep_last=2)  # another run in the same folder
     assert steps_there(tmp_path) == [1, 5]
     # The newest is the last one saved, not the largest step.
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 1
 
 
 def test_broken_ones_do_not_count(tmp_path):
@@ -447,10 +442,10 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_w
     with pytest.raises(CheckpointError, match=message):
         save_and_wait(2, {"weight": torch.ones(2_000_000)}, {"small": torch.ones(50_000)})
     limit_files(None)
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 1
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 1
     assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
     save_and_wait(3, values(3))
-    assert newest_complete(*checkpoints_in(tmp_path))[0].step == 3
+    assert newest_complete(checkpoints_in(tmp_path))[0].step == 3
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -473,7 +468,7 @@ def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, async
     del tree["moments"]
     points.save(4, tree, small)
     points.close()
-    complete, _ = checkpoints_in(tmp_path)
+    complete = checkpoints_in(tmp_path)
     assert len(complete) == 4
     for point in complete:
         (tree_then, small_then), step = point.load(), point.step
