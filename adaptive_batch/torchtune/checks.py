@@ -7,6 +7,7 @@ single key is checked in :mod:`.settings`.
 from __future__ import annotations
 
 import inspect
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -50,6 +51,12 @@ _NEEDS_THE_DEVICE = ("bitsandbytes.", "torchao.optim.CPUOffloadOptimizer")
 # --- values of torchtune's keys that would train something else, or fail after the weights load
 
 
+def _check_positive(key: str, value: Any) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not (is_number and 0 < value < math.inf):
+        raise SettingError(key, value, "give a number above 0")
+
+
 def _check_merges(key: str, value: object) -> None:
     # Any file can be read as merges, and gives other tokens.
     if not isinstance(value, str) or value.endswith(".json"):
@@ -78,9 +85,14 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("tensor_parallel_dim", check_whole),
     ("dataset.packed", check_bool),
     ("dataset_val.packed", check_bool),
+    ("model.attn_dropout", check_share),
+    ("model.lora_dropout", check_share),
     ("loss.label_smoothing", check_share),
     ("tokenizer.max_seq_len", check_whole),
     ("tokenizer.merges_file", _check_merges),
+    ("model.lora_rank", check_whole),
+    ("model.lora_alpha", _check_positive),
+    ("model.norm_eps", _check_positive),
     ("ac_option", check_whole),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("checkpointer.adapter_checkpoint", _refuse_adapters),

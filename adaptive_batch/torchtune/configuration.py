@@ -348,7 +348,18 @@ def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
     """
 
     def read(name: str, value: Any) -> Any:
-        loaded = _load(value, key=name)
+        if isinstance(value, Mapping):
+            component = value.get("_component_")
+            build = load_function(component, key=f"{name}._component_")
+            arguments = {str(key): given for key, given in value.items() if key != "_component_"}
+            remedy = (
+                f"correct its arguments; to use the function without a call, write {name}:"
+                f" {component}"
+            )
+            with refusing(f"{name}._component_", component, remedy):
+                loaded = build(**arguments)
+        else:
+            loaded = load_function(value, key=name)
         check(loaded, key=name)
         return loaded
 
@@ -375,15 +386,3 @@ def load_function(path: object, *, key: str) -> Any:
             fix = f"{module} has no such name; {nearest(name, public)}"
         remedy = f"it cannot be imported: {one_line(error)}; {fix}"
         raise SettingError(key, path, REMOVED.get(path, remedy)) from error
-
-
-def _load(value: object, *, key: str) -> Any:
-    """Import the object of a dotted path, or call the component of a block."""
-    if not isinstance(value, Mapping):
-        return load_function(value, key=key)
-    component = value.get("_component_")
-    build = load_function(component, key=f"{key}._component_")
-    arguments = {str(name): given for name, given in value.items() if name != "_component_"}
-    remedy = f"correct its arguments; to use the function without a call, write {key}: {component}"
-    with refusing(f"{key}._component_", component, remedy):
-        return build(**arguments)

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -318,9 +318,12 @@ class Estimator:
             distributed.fake_process_group(world_size, ranks_of_a_model=ranks_of_a_model),
             warnings.catch_warnings(),
             restored_compiler(),
+            offloading_fake_tensors(),
         ):
             # torch warns that float32 inputs and bf16 weights of a norm have no fused kernel.
             warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+            # torchtune warns about the memory of this machine, to which nothing is offloaded.
+            warnings.filterwarnings("ignore", message=".* of virtual memory used")
             fake_device = FakeDevice(device.kernels if self._on_accelerator else None)
             with explained_missing_values(lambda key: str(cfg[key]._component_)):
                 yield FakeRun(cfg, fake_device, reads_data=reads_data)
@@ -490,16 +493,15 @@ class FakeRun:
         second = None
         if job.second is not None:
             second = self._build_model(job.second.builder, job.second.cfg)
-        with offloading_fake_tensors():
-            self.trainer = Trainer(
-                self.job,
-                self.data,
-                model,
-                self.data.new_sizer(),
-                second=second,
-                to_device=self.device.move_batch,
-                new_optimizer=self._new_optimizer,
-            )
+        self.trainer = Trainer(
+            self.job,
+            self.data,
+            model,
+            self.data.new_sizer(),
+            second=second,
+            to_device=self.device.move_batch,
+            new_optimizer=self._new_optimizer,
+        )
         if self.job.cfg.compile:
             for loss_fn in self.job.task.losses:
                 self._compiled_parts.take_over_attributes(loss_fn)
@@ -652,7 +654,7 @@ class _HostCopy:
 
 
 class _WithoutCUDA:
-    """Replacement of `torch` in torchtune's class, with CPU streams and host copies."""
+    """Replacement of `torch` in torchtune's module, with CPU streams and host copies."""
 
     cuda = SimpleNamespace(
         default_stream=_DefaultStream, Stream=torch.cpu.Stream, stream=torch.cpu.stream
@@ -663,26 +665,7 @@ class _WithoutCUDA:
         return getattr(torch, name)
 
 
-# torchtune's constructor defines the hooks that offload. A copy of it with our `torch` among its
-# globals gives them our `torch`, too.
-_init = FunctionType(
-    OffloadActivations.__init__.__code__,
-    {**OffloadActivations.__init__.__globals__, "torch": _WithoutCUDA()},
-    argdefs=OffloadActivations.__init__.__defaults__,
-    closure=OffloadActivations.__init__.__closure__,
-)
-
-
-class FakeOffloadActivations(OffloadActivations):  # type: ignore[misc]
-    """torchtune's offloading on fake tensors."""
-
-    def __init__(self) -> None:
-        # With pinned memory, torchtune would warn about the memory of this machine.
-        _init(self, use_pin_memory=False)
-
-
 def offloading_fake_tensors() -> AbstractContextManager[None]:
-    """Context manager: torchtune offloads fake tensors in steps that are set up within it."""
-    # The module whose function get_act_offloading_ctx_manager() makes an OffloadActivations.
-    offloading = sys.modules[OffloadActivations.__module__]
-    return replaced(offloading, OffloadActivations=FakeOffloadActivations)
+    """Context manager: torchtune offloads fake tensors instead of those of a GPU."""
+    module = sys.modules[OffloadActivations.__module__]
+    return replaced(module, torch=_WithoutCUDA())

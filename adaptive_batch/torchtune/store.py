@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint.stateful import Stateful
 
 from adaptive_batch import distributed
@@ -47,7 +47,6 @@ from .trainer import Trainer
 log = logging.getLogger("adaptive_batch")
 Part = TypeVar("Part", bound=Stateful)
 
-_BEGIN_AGAIN = "start again (resume_from_checkpoint=False overwrite_output_dir=True)"
 # Keys of the folders and files that a run begins with.
 _INPUTS = (
     *("checkpointer.checkpoint_dir", "ref_checkpointer.checkpoint_dir"),
@@ -55,17 +54,55 @@ _INPUTS = (
 )
 
 
-class RunFolder:
-    """Checkpoints and exports in the output folder, including those of earlier runs. For rank 0
-    only; every method reads the folder again.
+def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
+    """Format runs and the names of their saves."""
+    return ", ".join(
+        f"{f'run {run}' if run else 'an unknown run'} ({', '.join(path.name for path in paths)})"
+        for run, paths in saves_by_run.items()
+    )
+
+
+class RunStore:
+    """Checkpoints and exports in the output folder, including those of earlier runs; finds and
+    loads the checkpoint that a run starts from.
+
+    Rank 0 searches for it and broadcasts the result. All ranks read it from a shared file system.
+    The number of ranks may differ from the save.
+
+    Args:
+        job: job of the run.
+
+    Attributes:
+        path: output folder.
+        exports_path: folder of the exports.
+        files: files of the base model and of exports, on rank 0; not in a preview.
+        found: checkpoint and state at the start of the run.
+        weights: weights of the base model and of the checkpoint.
+
+    Raises:
+        CheckpointError: the run resumes, but the folder has no complete checkpoint, or has saves of
+            two runs.
+        SettingError: the given path is not a checkpoint.
     """
 
-    def __init__(self, cfg: DictConfig) -> None:
-        self._cfg = cfg
-        self.path = Path(cfg.output_dir)
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.path = Path(job.cfg.output_dir)
         self.exports_path = check_output_dir(
-            cfg.checkpointer.output_dir, key="checkpointer.output_dir"
+            job.cfg.checkpointer.output_dir, key="checkpointer.output_dir"
         )
+        self._group = distributed.host_group()
+        self.found = distributed.from_rank_zero(self.find)
+        self.weights = Weights(
+            self._load_base, self._load_shards if self.found.checkpoint else None
+        )
+        # A preview loads no weights, so their files may be missing.
+        if not job.settings.preview:
+            files = distributed.on_rank_zero(lambda: ModelFiles(job.cfg.checkpointer))
+            # None on other ranks, which do not use it.
+            self.files = cast(ModelFiles, files)
+
+    # --- saves in the output folder, for rank 0 only; every method reads the folder again
 
     def saves_by_run(self) -> dict[str | None, list[Path]]:
         """Return the checkpoints, oldest first, and exports by run; None for saves without a
@@ -113,7 +150,7 @@ class RunFolder:
             SettingError: the given path is not a checkpoint.
         """
         # True, False, "auto" or the path of a checkpoint.
-        asked = self._cfg.resume_from_checkpoint
+        asked = self._job.cfg.resume_from_checkpoint
         if isinstance(asked, str) and asked != AUTO:
             return self._find_named(Path(asked).absolute())
         saves = self.saves_by_run()
@@ -145,17 +182,13 @@ class RunFolder:
         """
         newest, newer = newest_complete(checkpoints)
         passed_over = [damaged.describe() for damaged in newer]
-        if newest is None and passed_over:
-            raise CheckpointError(
-                f"{self.path} holds nothing complete to resume from ({'; '.join(passed_over)});"
-                f" restore the files, or {_BEGIN_AGAIN}"
-            )
         if newest is None:
+            problems = "".join(f"; {line}" for line in passed_over)
             raise CheckpointError(
-                f"{self.path} holds no checkpoint (step_N): check output_dir, or set"
-                " resume_from_checkpoint=False to start. To train on from the weights of a finished"
-                " run, or of torchtune's own recipe, whose recipe_state.pt cannot be resumed, give"
-                " them as checkpointer.checkpoint_dir with another output_dir"
+                f"{self.path} holds no complete checkpoint (step_N){problems}: check output_dir, or"
+                " set resume_from_checkpoint=False to start. To train on from the weights of a"
+                " finished run, or of torchtune's own recipe, whose recipe_state.pt cannot be"
+                " resumed, give them as checkpointer.checkpoint_dir with another output_dir"
             )
         starts = started_runs(self.path)
         # Without a run log, no later run is known.
@@ -164,7 +197,8 @@ class RunFolder:
             # The damaged folders may hold all of the latest run: do not resume an earlier one.
             raise CheckpointError(
                 f"{'; '.join(passed_over)}; {newest.path} belongs to an earlier run: restore"
-                f" the damaged files, remove them to resume the earlier run, or {_BEGIN_AGAIN}"
+                " the damaged files, remove them to resume the earlier run, or start again"
+                " (resume_from_checkpoint=False overwrite_output_dir=True)"
             )
         return FoundCheckpoint(newest, newest.load_small_state(), tuple(passed_over))
 
@@ -204,7 +238,7 @@ class RunFolder:
         """Raise if the run reads a model or tokenizer from a folder that it would remove."""
         folders = [path.resolve() for paths in removed.values() for path in paths]
         for key in _INPUTS:
-            path = OmegaConf.select(self._cfg, key)
+            path = OmegaConf.select(self._job.cfg, key)
             if path is not None and any(map(Path(path).resolve().is_relative_to, folders)):
                 remedy = (
                     "overwrite_output_dir=True would remove it, since an earlier run saved it in"
@@ -212,57 +246,16 @@ class RunFolder:
                 )
                 raise SettingError(key, str(path), remedy)
 
-
-def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
-    """Format runs and the names of their saves."""
-    return ", ".join(
-        f"{f'run {run}' if run else 'an unknown run'} ({', '.join(path.name for path in paths)})"
-        for run, paths in saves_by_run.items()
-    )
-
-
-class RunStore:
-    """Finds and loads the checkpoint that a run starts from.
-
-    Rank 0 searches for it and broadcasts the result. All ranks read it from a shared file system.
-    The number of ranks may differ from the save.
-
-    Args:
-        job: job of the run.
-
-    Attributes:
-        folder: saves in the output folder.
-        files: files of the base model and of exports, on rank 0; not in a preview.
-        found: checkpoint and state at the start of the run.
-        weights: weights of the base model and of the checkpoint.
-
-    Raises:
-        CheckpointError: the run resumes, but the folder has no complete checkpoint, or has saves of
-            two runs.
-        SettingError: the given path is not a checkpoint.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._has_frozen_base = job.builder.has_frozen_base
-        self._settings = job.settings
-        self.folder = RunFolder(job.cfg)
-        self._group = distributed.host_group()
-        self.found = distributed.from_rank_zero(self.folder.find)
-        self.weights = Weights(
-            self._load_base, self._load_shards if self.found.checkpoint else None
-        )
-        # A preview loads no weights, so their files may be missing.
-        if not job.settings.preview:
-            files = distributed.on_rank_zero(lambda: ModelFiles(job.cfg.checkpointer))
-            # None on other ranks, which do not use it.
-            self.files = cast(ModelFiles, files)
+    # --- loading
 
     def _load_base(self) -> Mapping[str, Any]:
         """Load the state dict of the base model on rank 0, with torchtune's names."""
         # Load even if a checkpoint holds the whole model: torchtune's checkpointer has to read the
         # base model before it can save.
         base = distributed.on_rank_zero(lambda: self.files.load_weights()) or {}
-        checkpoint_is_whole = self.found.checkpoint is not None and not self._has_frozen_base
+        checkpoint_is_whole = (
+            self.found.checkpoint is not None and not self._job.builder.has_frozen_base
+        )
         return {} if checkpoint_is_whole else base
 
     def _load_shards(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -315,7 +308,6 @@ class Saver:
         self._job = job
         self._settings = job.settings
         self._store = store
-        self._folder = store.folder
         self._resumed = resumed
         self._run = resumed.name
         self._batches = batches
@@ -324,7 +316,7 @@ class Saver:
         # Objects with a state dict, by their names in checkpoints.
         self._parts: dict[str, Any] = {}
         self.replaces = distributed.from_rank_zero(
-            lambda: self._folder.check(self._run, overwrites=self._settings.overwrite_output_dir)
+            lambda: self._store.check(self._run, overwrites=self._settings.overwrite_output_dir)
         )
         distributed.on_rank_zero(lambda: store.files.clean_up())
         self._base_files = None
@@ -338,7 +330,7 @@ class Saver:
             # Checkpoints are saved only after epochs, and resuming needs only the newest.
             keep_last = 1
         self._manager = CheckpointManager(
-            self._folder.path,
+            self._store.path,
             run=self._run,
             keep_last=keep_last,
             asynchronous=self._settings.enable_async_checkpointing,
@@ -363,7 +355,7 @@ class Saver:
         num_bytes = sum(tensor.numel() * tensor.dtype.itemsize for tensor in saved.values())
 
         def check_disk() -> None:
-            folder = self._folder.exports_path.absolute()
+            folder = self._store.exports_path.absolute()
             # A custom checkpointer may create the folder only with its first file. Until then, the
             # nearest parent is on the same disk.
             existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -399,11 +391,11 @@ class Saver:
         if distributed.world_size() == 1:
             with contextlib.suppress(CheckpointError):
                 self._wait()
-        newest = self._folder.newest([self._run])
+        newest = self._store.newest([self._run])
         if newest is None:
             return "this run has no checkpoint yet, so it cannot resume; start it again"
         # With saves of several runs, the user has to name the checkpoint.
-        value = newest.path if len(self._folder.saves_by_run()) > 1 else True
+        value = newest.path if len(self._store.saves_by_run()) > 1 else True
         return f"resume_from_checkpoint={value} resumes from {newest.path}"
 
     # --- when to save
@@ -445,7 +437,7 @@ class Saver:
         epoch = progress.epoch - 1
         checkpoint = self._store.found.checkpoint
         assert checkpoint is not None
-        resumes_here = checkpoint.path.absolute().parent == self._folder.path.absolute()
+        resumes_here = checkpoint.path.absolute().parent == self._store.path.absolute()
         # An epoch that restarts has weights from its middle, although its progress is 0.
         is_between_epochs = progress.epoch_steps == 0 and not self._resumed.restarts_epoch
         # An export has the order of the checkpoint before it. A preempted run saved once more after
@@ -455,7 +447,7 @@ class Saver:
         def is_exported() -> bool:
             return any(
                 (export.epoch, export.run) == (epoch, self._run) and export.order >= least_order
-                for export in exports_in(self._folder.exports_path)
+                for export in exports_in(self._store.exports_path)
             )
 
         if resumes_here and is_between_epochs and not distributed.from_rank_zero(is_exported):
@@ -536,7 +528,7 @@ class Saver:
 
         def export() -> None:
             # The export stores the order of this checkpoint: later checkpoints are newer than it.
-            newest = self._folder.newest()
+            newest = self._store.newest()
             order = newest.order if newest and newest.order else 0
             self._store.files.export(content, epoch=epoch, run=self._run, step=step, order=order)
 
@@ -552,7 +544,7 @@ class Saver:
     def _remove_earlier_runs(self) -> None:
         """Remove the saves that this run replaces, after its first complete save."""
         if self.replaces and distributed.from_rank_zero(
-            lambda: self._folder.remove_others(self._run)
+            lambda: self._store.remove_others(self._run)
         ):
             self.replaces = ""
 

@@ -328,7 +328,7 @@ def test_a_path_that_is_no_checkpoint_is_refused(small, whole, asked):
 def test_a_folder_without_saves_is_refused_with_the_fix(small):
     with pytest.raises(
         CheckpointError,
-        match=r"holds no checkpoint \(step_N\): .*resume_from_checkpoint=False to start",
+        match=r"holds no complete checkpoint \(step_N\): .*resume_from_checkpoint=False to start",
     ):
         resume_run(small, small.fresh_folder())
 

@@ -379,7 +379,7 @@ def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name)
         torch.save(Evil(), path)
     else:
         path.write_bytes(pickle.dumps(Evil()))
-    with pytest.raises(CheckpointError, match=r"torch.load\(weights_only=True\) does not"):
+    with pytest.raises(CheckpointError, match=r"weights_only=True\) does not|names builtins"):
         point.load()
     assert "run" not in capsys.readouterr().out
 

@@ -65,6 +65,7 @@ REFUSED = {
     "model.vocab_size": ["abc"],
     "model.rope_base": ["abc"],
     "model.attn_dropout": [1.5, float("nan"), "abc"],
+    "model.norm_eps": ["text", -1],
     "model.tie_word_embeddings": ["abc"],
     "tokenizer": [None],
     "tokenizer.max_seq_len": [0, -5, "abc"],

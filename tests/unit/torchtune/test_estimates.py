@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torchtune.training import OffloadActivations
 
 from adaptive_batch.estimate import FakeDevice
 from adaptive_batch.estimate.allocator import STREAM
-from adaptive_batch.torchtune.estimates import FakeOffloadActivations
+from adaptive_batch.torchtune.estimates import offloading_fake_tensors
 
 OPERATIONS = 12
 # Tensors that torchtune keeps until their copies are sure to be made.
@@ -27,11 +28,12 @@ def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
         leaf = torch.ones(elements, requires_grad=True)
         # Each operation keeps its result for backward.
         result = leaf
-        with FakeOffloadActivations():
-            for _ in range(OPERATIONS):
-                result = result.exp()
-        assert counter.live_bytes == (1 + kept) * num_bytes
-        result.sum().backward()
+        with offloading_fake_tensors():
+            with OffloadActivations():
+                for _ in range(OPERATIONS):
+                    result = result.exp()
+            assert counter.live_bytes == (1 + kept) * num_bytes
+            result.sum().backward()
         del result
         # The leaf and its gradient.
         assert counter.live_bytes == 2 * num_bytes
