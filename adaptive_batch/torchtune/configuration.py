@@ -8,10 +8,8 @@ changes on resuming and the tables of docs/configuration.md are derived from the
 from __future__ import annotations
 
 import difflib
-import errno
 import inspect
 import re
-import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -109,8 +107,6 @@ def refusing(
             message = f"{type(error).__name__}: {message}"
         if error.__cause__ is not None:
             message = f"{message} ({one_line(error.__cause__)})"
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            remedy = f"pip install {error.name}"
         raise SettingError(key, value, f"{problem}: {message}; {remedy}") from error
 
 
@@ -125,8 +121,8 @@ def instantiate(key: str, block: DictConfig, *arguments: Any, **more: Any) -> An
 
 
 def plainly(error: BaseException) -> AdaptiveBatchError | None:
-    """Return an error of the configuration or of a full disk as an error of this package that fits
-    on one line; None for any other error.
+    """Return an error of the configuration as an error of this package that fits on one line; None
+    for any other error.
     """
     if isinstance(error, AdaptiveBatchError):
         return error
@@ -141,11 +137,6 @@ def plainly(error: BaseException) -> AdaptiveBatchError | None:
             plain = SettingError(key, None, f"{first_line}; give it a value of its own")
     elif isinstance(error, InstantiationError):
         plain = SettingError("_component_", None, one_line(error))
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        # Raised while a log is written. Saving a checkpoint raises a CheckpointError instead.
-        resumes = "resume_from_checkpoint=True resumes from what was saved, if anything was"
-        place = error.filename or "output_dir"
-        plain = AdaptiveBatchError(f"{error.strerror}: free disk space for {place}; {resumes}")
     else:
         return None
     plain.__cause__ = error
@@ -175,15 +166,16 @@ _THEIRS = {
     "refuse": "dataset model lr_scheduler",
     "epoch": "shuffle",
     "report": (
+        "batch_size epochs max_steps_per_epoch optimizer_in_bwd "
         "gradient_accumulation_steps dtype loss clip_grad_norm enable_activation_checkpointing "
         "enable_activation_offloading compile ref_checkpointer teacher_model teacher_checkpointer "
         "kd_loss kd_ratio"
     ),
     "free": (
-        "ac_mode ac_option batch_size checkpointer collate_fn cudnn_deterministic_mode"
-        " custom_sharded_layers device epochs fsdp_cpu_offload fsdp_reshard_after_forward"
-        " log_every_n_steps log_peak_memory_stats low_cpu_ram max_steps_per_epoch metric_logger"
-        " optimizer optimizer_in_bwd output_dir profiler resume_from_checkpoint"
+        "ac_mode ac_option checkpointer collate_fn cudnn_deterministic_mode"
+        " custom_sharded_layers device fsdp_cpu_offload fsdp_reshard_after_forward"
+        " log_every_n_steps log_peak_memory_stats low_cpu_ram metric_logger"
+        " optimizer output_dir profiler resume_from_checkpoint"
         " save_adapter_weights_only seed tensor_parallel_dim tensor_parallel_plan tokenizer"
     ),
 }
@@ -378,11 +370,8 @@ def load_function(path: object, *, key: str) -> Any:
     try:
         return _get_component_from_path(path)
     except Exception as error:
-        fix = "run from the folder of its module, or put that folder on PYTHONPATH"
-        module, _, name = path.rpartition(".")
-        # The module was imported, so only the name is wrong.
-        if module in sys.modules:
-            public = [each for each in dir(sys.modules[module]) if not each.startswith("_")]
-            fix = f"{module} has no such name; {nearest(name, public)}"
-        remedy = f"it cannot be imported: {one_line(error)}; {fix}"
+        remedy = (
+            f"it cannot be imported: {one_line(error)}; correct the name, or put the folder of its"
+            " module on PYTHONPATH"
+        )
         raise SettingError(key, path, REMOVED.get(path, remedy)) from error

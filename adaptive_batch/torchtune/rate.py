@@ -116,7 +116,7 @@ def check_rate(job: Job) -> None:
     block = cfg.get("lr_scheduler", None)
     if not block:
         return
-    # If the component does not exist, the error of this function suggests similar names.
+    # Raises an error that names the component if it does not exist.
     load_function(block._component_, key="lr_scheduler._component_")
     # The number of steps is not known yet. Take one that no warm-up exceeds.
     steps = 10**6

@@ -408,11 +408,7 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
             settings.reference_batch_size or settings.global_batch(job.ranks)
         ),
         "dataset": _fingerprint_rows(job, data),
-        "optimizer_in_bwd": settings.optimizer_in_bwd,
-        "batch_size": settings.batch_size,
-        "epochs": settings.epochs,
         "seed": seed,
-        _MAX_STEPS: settings.max_steps_per_epoch,
     }
 
 

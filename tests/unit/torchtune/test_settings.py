@@ -65,7 +65,7 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
 def test_functions_are_imported_from_classes_and_submodules_and_built_by_blocks():
     assert load_function("os.path.join", key="k")("a", "b") == "a/b"
     assert load_function("collections.OrderedDict.fromkeys", key="k")
-    with pytest.raises(SettingError, match=r"os has no such name; near it: none$"):
+    with pytest.raises(SettingError, match="correct the name"):
         load_function("os.nothing", key="k")
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = settings({"batch_increase_function": block}).batch_increase_function
