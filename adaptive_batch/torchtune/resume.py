@@ -141,12 +141,7 @@ class ResumedRun:
         seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
         batches = Batches(
             data.dataset,
-            replace(
-                settings,
-                seed=seed,
-                max_steps_per_epoch=self.conditions[_MAX_STEPS],
-                batch_size=self.conditions["batch_size"],
-            ),
+            replace(settings, seed=seed),
             sizer,
             counts_tokens=settings.lr_clock == "tokens",
             event=event,
@@ -179,6 +174,12 @@ class ResumedRun:
             knows_bound = saved["limits"]["bound"] is not None or settings.grow_beyond_maximum
             self.keeps_batch = knows_bound and not is_first_search
         self._compare(saved_conditions)
+        # The checkpoint may keep both.
+        self._settings = replace(
+            settings,
+            batch_size=self.conditions["batch_size"],
+            max_steps_per_epoch=self.conditions[_MAX_STEPS],
+        )
         done = self.progress.epoch_steps
         # None for whole epochs.
         max_steps = self.conditions[_MAX_STEPS]
