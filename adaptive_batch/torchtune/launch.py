@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import os
@@ -35,10 +34,6 @@ _INTERRUPTED = "interrupted"
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
     """Run a recipe as a program, with the configuration of its command line."""
-    # Exclude imported objects from garbage collection, which runs after each trial and would take
-    # longer. Do it once: a second run in this process would exclude the garbage of the first.
-    if not gc.get_freeze_count():
-        gc.freeze()
     set_up_process()
     use_shipped_config(sys.argv)
     sys.exit(config.parse(recipe_main)())
