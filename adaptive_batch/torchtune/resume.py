@@ -233,8 +233,8 @@ class ResumedRun:
             is_compared = name in saved or is_kept
             if not is_compared or saved.get(name) == now.get(name):
                 continue
-            before: Any = saved.get(name)
-            after: Any = now.get(name)
+            before = saved.get(name)
+            after = now.get(name)
             if name in _FIXED:
                 remedy = f"the checkpoint's optimizer state was saved with {before}; give that"
                 raise SettingError(name, after, remedy)
@@ -242,12 +242,10 @@ class ResumedRun:
                 # The file of a function is `batch_increase_function.file`.
                 key, _, _ = name.partition(".")
                 if key in refused and key not in allowed:
-                    problem = f"the checkpoint was trained with {before!r}; resume with that"
-                    if name.endswith(".file"):
-                        after = now[key]
-                        file, _, _ = before.partition(",")
-                        problem = f"{file} has changed since the checkpoint; restore it"
-                    remedy = f"{problem}, or set resume_allow_changes=[{key}]"
+                    remedy = (
+                        f"the checkpoint was trained with {before!r}; resume with that, or set"
+                        f" resume_allow_changes=[{key}]"
+                    )
                     raise SettingError(key, after, remedy)
                 self._add_changed(name, before, after, "differs from the checkpoint")
                 self._changed.append(key)
