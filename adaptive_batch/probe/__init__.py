@@ -5,7 +5,6 @@ from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import (
     OBJECTIVES,
     FastestSearch,
-    Pieces,
     Throughput,
     needs_times,
 )
@@ -17,7 +16,6 @@ __all__ = [
     "DryRun",
     "FastestSearch",
     "Halving",
-    "Pieces",
     "Predictive",
     "ProbeResult",
     "Search",

@@ -7,15 +7,13 @@ time of their micro-batches decides.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import mul
 from statistics import median
 from typing import NamedTuple
 
-from adaptive_batch._util import format_bytes, is_emulated
+from adaptive_batch._util import is_emulated
 from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
@@ -24,19 +22,12 @@ from adaptive_batch.data import (
     micro_batches,
 )
 
-log = logging.getLogger("adaptive_batch")
-
 OBJECTIVES = ("throughput", "largest")
 
 # Timed sizes of each layout, as shares of its largest one.
-_SHARES = (0.25, 0.5, 0.75, 1.0)
-# Minimum and maximum number of rounds. The minimum is enough if the two fastest rounds of each size
-# differ by at most this share, as on an idle machine.
-_ROUNDS = 3
-_MOST_ROUNDS = 7
-_REPRODUCED = 0.03
-# If the times of two sizes of a layout differ by less than this share, the smaller one is chosen.
-_TIME_TOLERANCE = 0.01
+_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1)
+# Rounds in which all sizes run in turn.
+_ROUNDS = 4
 
 
 def needs_times(objective: str) -> bool:
@@ -51,21 +42,19 @@ class TimedTrial:
     Attributes:
         kind: kind of the layout.
         limit: limit of a micro-batch.
-        tokens_per_second: real tokens per second on one device, the optimizer's step included.
+        tokens_per_second: real tokens per second of micro-batches on one device.
         padding: share of padding in the processed tokens.
-        peak_bytes: peak of the largest such micro-batch; None if it was not tried.
     """
 
     kind: str
     limit: MicroBatchLimit
     tokens_per_second: float
     padding: float
-    peak_bytes: int | None = None
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """The fastest layout and limit, with all timings.
+    """A layout and a limit, with all timings.
 
     Attributes:
         kind: kind of the layout.
@@ -74,7 +63,6 @@ class Throughput:
         time: measured time model of a micro-batch in this layout.
         trials: timings in order.
         seconds: duration of the search.
-        compile_seconds: compilation time within `seconds`, excluded from the rates.
     """
 
     kind: str
@@ -83,264 +71,141 @@ class Throughput:
     time: MicroBatchTime
     trials: tuple[TimedTrial, ...]
     seconds: float = 0.0
-    compile_seconds: float = 0.0
-
-    def with_peak(self, peak_bytes: int | None) -> Throughput:
-        """Return the result with the peak of the fastest choice set."""
-        trials = tuple(
-            replace(trial, peak_bytes=peak_bytes)
-            if (trial.kind, trial.limit) == (self.kind, self.limit)
-            else trial
-            for trial in self.trials
-        )
-        return replace(self, trials=trials)
 
     def table(self) -> str:
         """Return the timings and the fastest choice as aligned text."""
-        lines = [f"{'layout':>8} {'at once':>15} {'peak':>10} {'padding':>8} {'tokens/s':>9}"]
+        lines = [f"{'layout':>8} {'at once':>15} {'padding':>8} {'tokens/s':>9}"]
         for trial in self.trials:
             at_once = f"{trial.limit.amount:,} {trial.limit.unit}"
-            peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             lines.append(
-                f"{trial.kind:>8} {at_once:>15} {peak:>10} {trial.padding:>8.1%}"
+                f"{trial.kind:>8} {at_once:>15} {trial.padding:>8.1%}"
                 f" {trial.tokens_per_second:>9,.0f}"
             )
-        if self.compile_seconds:
-            lines.append(f"compilation: {self.compile_seconds:.0f} s, excluded from the rates")
-        return "\n".join([*lines, f"fastest: {self.kind}, up to {_at_once(self.limit)}"])
+        lines.append(f"fastest: {self.kind}, up to {self.limit.amount:,} {self.limit.unit} at once")
+        return "\n".join(lines)
 
 
-# Micro-batches of all steps, and their layout.
-Pieces = tuple[list[MicroBatch], MicroBatchLayout]
-
-
-class Choice(NamedTuple):
-    """A layout and a limit."""
+class Candidate(NamedTuple):
+    """A layout and a limit, and the micro-batches into which they divide the timed steps."""
 
     layout: MicroBatchLayout
     limit: MicroBatchLimit
+    micro_batches: list[MicroBatch]
+
+    @property
+    def run_tokens(self) -> int:
+        """Tokens of all micro-batches, padding included."""
+        return sum(micro_batch.run_tokens for micro_batch in self.micro_batches)
 
 
 class FastestSearch:
     """Finds the layout and limit whose micro-batches take the least time for the same steps.
 
     Args:
-        run: function that runs the steps once in each of the given layouts and returns the seconds
-            of their micro-batches, or None for a layout that does not fit. Rows are numbered
-            through all steps.
-        steps: tokens of each row of each step.
+        run: function that runs micro-batches in a layout, and returns their seconds; None if one
+            does not fit.
+        lengths: tokens of the rows of the steps, by which micro-batches number them.
+        step_rows: rows of a step.
         layouts: layouts to choose from.
         limits: function that returns the smallest and the largest limit of a layout.
-        step_seconds: time of a step outside its micro-batches.
     """
 
     def __init__(
         self,
-        run: Callable[[list[Pieces]], list[list[float] | None]],
+        run: Callable[[MicroBatchLayout, list[MicroBatch]], float | None],
         *,
-        steps: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        step_rows: int,
         layouts: Sequence[MicroBatchLayout],
         limits: Callable[[MicroBatchLayout], tuple[MicroBatchLimit, MicroBatchLimit]],
-        step_seconds: float = 0.0,
     ) -> None:
         self._run = run
-        # Rows are numbered through all steps: tokens of each row, and rows of each step.
-        self._lengths = [length for lengths in steps for length in lengths]
-        ends = accumulate(len(lengths) for lengths in steps)
-        self._steps = [
-            range(end - len(lengths), end) for end, lengths in zip(ends, steps, strict=True)
-        ]
+        self._lengths = lengths
+        self._step_rows = step_rows
         self._layouts = layouts
         self._limits = limits
-        self._step_seconds = step_seconds * len(steps)
-        self._pieces: dict[Choice, Pieces] = {}
-        # Normalized to the speed of the machine during the first timings.
-        self._seconds: dict[Choice, float] = {}
 
     def __call__(self) -> list[Throughput]:
-        """Time a few sizes of each layout, and smaller ones while they are faster.
+        """Time a few sizes of each layout.
 
         Returns:
             The choices that fit, fastest first.
         """
-        choices: list[Choice] = []
+        candidates: list[Candidate] = []
         for layout in map(self._with_time_model, self._layouts):
             smallest, largest = self._limits(layout)
             for share in _SHARES:
                 amount = max(smallest.amount, int(share * largest.amount))
-                choice = Choice(layout, replace(largest, amount=amount))
-                if self._keep_if_new(choice):
-                    choices.append(choice)
-        while choices:
-            self._time(choices)
-            choices = self._smaller()
-        trials = tuple(
-            TimedTrial(choice.layout.kind, choice.limit, self._rate(choice), self._padding(choice))
-            for choice in self._seconds
-        )
-        return [
+                candidate = self._candidate(layout, replace(largest, amount=amount))
+                # Two sizes may divide the steps alike.
+                if all(candidate.micro_batches != each.micro_batches for each in candidates):
+                    candidates.append(candidate)
+        timed = self._time(candidates)
+        trials = tuple(self._trial(candidate, seconds) for candidate, seconds in timed)
+        choices = [
             Throughput(
-                choice.layout.kind, choice.limit, self._rate(choice), choice.layout.time, trials
+                trial.kind, trial.limit, trial.tokens_per_second, candidate.layout.time, trials
             )
-            for choice in self._ranked()
+            for trial, (candidate, _) in zip(trials, timed, strict=True)
         ]
+        return sorted(choices, key=lambda choice: choice.tokens_per_second, reverse=True)
+
+    def _trial(self, candidate: Candidate, seconds: float) -> TimedTrial:
+        num_tokens = sum(self._lengths)
+        padding = 1 - num_tokens / candidate.run_tokens
+        return TimedTrial(candidate.layout.kind, candidate.limit, num_tokens / seconds, padding)
 
     def _with_time_model(self, layout: MicroBatchLayout) -> MicroBatchLayout:
         """Return a layout with the fixed time of a micro-batch and its time per token.
 
-        They are measured with half of the rows in the smallest micro-batches and half in the
-        largest. A layout that needs no time model, or cannot be measured, is returned unchanged.
+        They follow from the times of the smallest and of the largest micro-batches. A layout that
+        needs no time model, or cannot be measured, is returned unchanged.
         """
         if not (layout.sorts and layout.pads):
             return layout
-        smallest, largest = self._limits(layout)
-        # Even and odd rows.
-        small = self._cut(Choice(layout, smallest), rows=slice(0, None, 2))
-        large = self._cut(Choice(layout, largest), rows=slice(1, None, 2))
-        small_seconds, large_seconds = self._medians([small, large])
-        small_tokens, large_tokens = _run_tokens(small), _run_tokens(large)
-        # Pieces begin with the list of micro-batches.
-        small_number, large_number = len(small[0]), len(large[0])
-        # Solve seconds = fixed * number + token * tokens for both splits.
-        determinant = small_number * large_tokens - large_number * small_tokens
-        # A split may not fit, and both may be alike.
-        if not (small_seconds and large_seconds and determinant > 0):
+        timed = self._time([self._candidate(layout, limit) for limit in self._limits(layout)])
+        if len(timed) < 2:
             return layout
-        fixed = max(
-            0.0, (small_seconds * large_tokens - large_seconds * small_tokens) / determinant
-        )
-        token = (small_seconds - fixed * small_number) / small_tokens
+        (small, small_seconds), (large, large_seconds) = timed
+        small_number, large_number = len(small.micro_batches), len(large.micro_batches)
+        # Solve seconds = fixed * number + token * tokens for both.
+        determinant = small_number * large.run_tokens - large_number * small.run_tokens
+        if determinant <= 0:
+            return layout
+        fixed = (small_seconds * large.run_tokens - large_seconds * small.run_tokens) / determinant
+        fixed = max(0.0, fixed)
+        token = (small_seconds - fixed * small_number) / small.run_tokens
         return replace(layout, time=MicroBatchTime(fixed, token=max(token, 1e-12)))
 
-    def _cut(self, choice: Choice, rows: slice = slice(None)) -> Pieces:
-        """Split the steps, or a slice of the rows of each step, into micro-batches."""
-        layout, limit = choice
-        pieces = []
-        for step in self._steps:
-            numbers = step[rows]
-            for piece in micro_batches([self._lengths[row] for row in numbers], limit, layout):
-                # The rows of a piece are positions in its step.
-                pieces.append(replace(piece, rows=[numbers[row] for row in piece.rows]))
-        return pieces, layout
+    def _candidate(self, layout: MicroBatchLayout, limit: MicroBatchLimit) -> Candidate:
+        """Divide the steps into micro-batches."""
+        numbered = []
+        for begin in range(0, len(self._lengths), self._step_rows):
+            step_lengths = self._lengths[begin : begin + self._step_rows]
+            for micro_batch in micro_batches(step_lengths, limit, layout):
+                # The rows of a micro-batch are positions in its step.
+                numbers = [begin + row for row in micro_batch.rows]
+                numbered.append(replace(micro_batch, rows=numbers))
+        return Candidate(layout, limit, numbered)
 
-    def _keep_if_new(self, choice: Choice) -> bool:
-        """Keep the micro-batches of a choice; return False if an earlier one has the same."""
-        pieces = self._cut(choice)
-        if pieces in self._pieces.values():
-            return False
-        self._pieces[choice] = pieces
-        return True
+    def _time(self, candidates: Sequence[Candidate]) -> list[tuple[Candidate, float]]:
+        """Return the candidates that fit, each with its median seconds.
 
-    def _medians(self, cuts: Sequence[Pieces]) -> list[float | None]:
-        """Return the median seconds of each split; None if it does not fit.
-
-        The splits run in rounds. Each round is normalized to the speed of the fastest round.
+        Each round is normalized to the speed of the fastest round.
         """
-        # Seconds of the rounds of each split that fits, by its index.
-        timings: dict[int, list[float]] = {index: [] for index in range(len(cuts))}
-        for number in range(_MOST_ROUNDS):
-            if number >= _ROUNDS and all(map(_is_reproduced, timings.values())):
-                break
-            round_timings = self._run([cuts[index] for index in timings])
-            timings = {
-                index: [*timings[index], sum(seconds)]
-                for index, seconds in zip(timings, round_timings, strict=True)
-                if seconds is not None
-            }
+        # Seconds of the rounds of each candidate that fits, by its number.
+        timings: dict[int, list[float]] = {number: [] for number in range(len(candidates))}
+        for _ in range(_ROUNDS):
+            for number in list(timings):
+                candidate = candidates[number]
+                seconds = self._run(candidate.layout, candidate.micro_batches)
+                if seconds is None:
+                    del timings[number]
+                else:
+                    timings[number].append(seconds)
         round_seconds = [sum(seconds) for seconds in zip(*timings.values(), strict=True)]
         speeds = [min(round_seconds) / seconds for seconds in round_seconds]
-        medians = {
-            index: median(map(mul, seconds_of_rounds, speeds))
-            for index, seconds_of_rounds in timings.items()
-        }
-        return [medians.get(index) for index in range(len(cuts))]
-
-    def _time(self, choices: Sequence[Choice]) -> None:
-        """Time choices. Earlier choices among them calibrate the speed of the machine."""
-        medians = self._medians([self._pieces[choice] for choice in choices])
-        seconds = {
-            choice: median
-            for choice, median in zip(choices, medians, strict=True)
-            if median is not None
-        }
-        speeds = [
-            self._seconds[choice] / seconds[choice] for choice in seconds if choice in self._seconds
+        return [
+            (candidates[number], median(map(mul, seconds_of_rounds, speeds)))
+            for number, seconds_of_rounds in timings.items()
         ]
-        # A slower machine needs more seconds now than in the first timings.
-        speed = min(speeds, default=1.0)
-        for choice in seconds:
-            if choice not in self._seconds:
-                self._seconds[choice] = seconds[choice] * speed
-                log.info(
-                    "timed %s, up to %s: %.0f tokens/s",
-                    choice.layout.kind,
-                    _at_once(choice.limit),
-                    self._rate(choice),
-                )
-
-    def _smaller(self) -> list[Choice]:
-        """Return smaller sizes to time and the fastest choice, which calibrates the speed; [] if
-        there are none.
-
-        Halve the smallest size of a layout if it is the fastest choice, or if no size of it fits.
-        """
-        fastest = min(self._seconds, key=self._seconds.__getitem__, default=None)
-        smaller: list[Choice] = []
-        for layout in dict.fromkeys(choice.layout for choice in self._pieces):
-            choices = [choice for choice in self._pieces if choice.layout == layout]
-            smallest = min(choices, key=_amount)
-            none_fits = not any(choice in self._seconds for choice in choices)
-            if smallest == fastest or none_fits:
-                half = Choice(layout, replace(smallest.limit, amount=_amount(smallest) // 2))
-                least, _ = self._limits(layout)
-                if half.limit.amount >= least.amount and self._keep_if_new(half):
-                    smaller.append(half)
-        if smaller and fastest is not None:
-            smaller.append(fastest)
-        return smaller
-
-    def _ranked(self) -> list[Choice]:
-        """Return the choices that fit, fastest first. The first one is the smallest of those that
-        are about as fast as the fastest.
-        """
-        if not self._seconds:
-            return []
-        ranked = sorted(self._seconds, key=self._seconds.__getitem__)
-        fastest = ranked[0]
-        tolerated_seconds = (1 + _TIME_TOLERANCE) * self._seconds[fastest]
-        about_as_fast = [
-            choice
-            for choice in ranked
-            if choice.layout == fastest.layout and self._seconds[choice] <= tolerated_seconds
-        ]
-        best = min(about_as_fast, key=_amount)
-        ranked.remove(best)
-        return [best, *ranked]
-
-    def _rate(self, choice: Choice) -> float:
-        """Return the real tokens per second of a timed choice."""
-        return sum(self._lengths) / (self._seconds[choice] + self._step_seconds)
-
-    def _padding(self, choice: Choice) -> float:
-        """Return the share of padding in the tokens of a choice."""
-        return 1 - sum(self._lengths) / _run_tokens(self._pieces[choice])
-
-
-def _is_reproduced(rounds: Sequence[float]) -> bool:
-    """Return whether the two fastest rounds took about the same time."""
-    fastest, second = sorted(rounds)[:2]
-    return second <= (1 + _REPRODUCED) * fastest
-
-
-def _run_tokens(pieces: Pieces) -> int:
-    """Return the tokens of all micro-batches, padding included."""
-    batches, _ = pieces
-    return sum(batch.run_tokens for batch in batches)
-
-
-def _amount(choice: Choice) -> int:
-    return choice.limit.amount
-
-
-def _at_once(limit: MicroBatchLimit) -> str:
-    return f"{limit.amount:,} {limit.unit} at once"

@@ -211,30 +211,28 @@ class DryRun:
             )
         return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
 
-    def time_each(self, runs: Sequence[Callable[[], object]]) -> list[float] | None:
-        """Run functions in turn, and return the seconds of each on the slowest rank.
-
-        Returns:
-            The seconds; None if the functions do not fit.
+    def time_runs(self, runs: Sequence[Callable[[], object]]) -> float | None:
+        """Run functions in turn, and return their seconds on the slowest rank; None if they do not
+        fit.
         """
-        seconds: list[float] = []
+        seconds = 0.0
 
         def run_all() -> None:
+            nonlocal seconds
+            start = time.perf_counter()
             for run in runs:
-                start = time.perf_counter()
                 run()
-                # An accelerator runs kernels asynchronously.
-                if self._memory.device.type != "cpu":
-                    torch.accelerator.synchronize()
-                seconds.append(time.perf_counter() - start)
+            # An accelerator runs kernels asynchronously.
+            if self._memory.device.type != "cpu":
+                torch.accelerator.synchronize()
+            seconds = time.perf_counter() - start
 
         outcome = self._measure(run_all, "timing micro-batches", prepare=False, is_timed=True)
         self._drop_gradients()
         if outcome.usage is None:
             return None
-        # all_reduce_max() takes integers.
-        nanoseconds = [int(1e9 * duration) for duration in seconds]
-        return [duration / 1e9 for duration in distributed.all_reduce_max(nanoseconds)]
+        # distributed.maximum() takes integers.
+        return distributed.maximum(int(1e9 * seconds)) / 1e9
 
     def _try_steps(self, steps: Iterator[TrialStep], phase: str) -> _Outcome:
         """Run steps as training does."""

@@ -402,7 +402,6 @@ class LimitFinder:
             **asdict(limit),
             tokens_per_second=speed,
             seconds=fastest.seconds,
-            compile_seconds=fastest.compile_seconds,
             trials=len(fastest.trials),
             timed=[asdict(trial) for trial in fastest.trials],
         )

@@ -57,7 +57,6 @@ from adaptive_batch.probe import (
     DryRun,
     FastestSearch,
     Halving,
-    Pieces,
     Predictive,
     ProbeResult,
     Search,
@@ -674,13 +673,12 @@ class ThroughputSearch:
         max_batch_size: int,
     ) -> None:
         assert scope.rows.in_order is not None, "timed rows need the order of training"
-        self._began = time.perf_counter()
         self._tried = tried
         self._dry_run = dry_run
         self._kinds = scope.layouts
         self._in_order = scope.rows.in_order
-        self._layout = tried.engine.sizer.layout
-        self._longest = self._layout.padded(scope.rows.length)
+        self._sizer = tried.engine.sizer
+        self._longest = self._sizer.layout.padded(scope.rows.length)
         self._step_rows = scope.timed_rows or max_batch_size
         self._max_batch_size = max_batch_size
         self._rows = self._in_order(0, max(self._step_rows, _SAMPLED_ROWS))
@@ -688,132 +686,84 @@ class ThroughputSearch:
 
     def __call__(self) -> Throughput | None:
         """Return the fastest micro-batches; None if none fit, or all layouts keep recompiling."""
-        layouts = [replace(self._layout, kind=kind) for kind in self._kinds]
-        compile_seconds = 0.0
+        began = time.perf_counter()
+        layouts = [replace(self._sizer.layout, kind=kind) for kind in self._kinds]
         if is_compiled(self._tried.engine.model):
-            with Compilations() as compilations:
-                layouts = [
-                    layout for layout in layouts if self._stops_compiling(layout, compilations)
-                ]
-            compile_seconds = compilations.seconds
-            log.info("compiling took %.0f s before micro-batches are timed", compile_seconds)
-        seconds = self._dry_run.time_each(
-            [partial(self._tried.try_rows, self._rows[:1]), self._tried.step]
-        )
-        if seconds is None or not layouts:
-            return None
+            layouts = list(filter(self._stops_compiling, layouts))
         search = FastestSearch(
-            self._time,
-            steps=self._sample(layouts),
+            partial(self._time, self._rows),
+            lengths=self._sample(),
+            step_rows=self._step_rows,
             layouts=layouts,
             limits=self._limits,
-            step_seconds=seconds[1],
         )
-        for found in search():
+        for choice in search():
             # The timed rows are shorter than the longest, so the choice may not fit.
-            trial = self._try_largest(found)
+            layout = self._sizer.layout.of_kind(choice.kind, time=choice.time)
+            with self._sizer.trying(layout):
+                trial = self._dry_run(layout.rows_within(choice.limit, self._longest))
             if trial.fits:
-                return replace(
-                    found.with_peak(trial.peak_bytes),
-                    seconds=time.perf_counter() - self._began,
-                    compile_seconds=compile_seconds,
-                )
+                return replace(choice, seconds=time.perf_counter() - began)
         return None
 
-    def _sample(self, layouts: Sequence[MicroBatchLayout]) -> list[list[int]]:
-        """Return the row lengths of the steps that are timed."""
-        largest_tokens = 0
-        for layout in layouts:
-            _, largest = self._limits(layout)
-            tokens_of_unit = 1 if largest.unit == "tokens" else self._longest
-            largest_tokens = max(largest_tokens, largest.amount * tokens_of_unit)
-        step_tokens = sum(self._lengths[: self._step_rows])
-        sample_tokens = max(_MIN_TOKENS, min(_LARGEST_IN_SAMPLE * largest_tokens, step_tokens))
-        # The fewest first rows with these tokens.
+    def _sample(self) -> list[int]:
+        """Return the lengths of the first rows, which are timed."""
         tokens_of_first_rows = list(accumulate(self._lengths))
+        largest_tokens = self._max_batch_size * self._longest
+        step_tokens = tokens_of_first_rows[self._step_rows - 1]
+        sample_tokens = max(_MIN_TOKENS, min(_LARGEST_IN_SAMPLE * largest_tokens, step_tokens))
         num_rows = bisect_left(tokens_of_first_rows, sample_tokens) + 1
-        return self._in_steps(self._lengths[:num_rows])
-
-    def _in_steps(self, lengths: Sequence[int]) -> list[list[int]]:
-        starts = range(0, len(lengths), self._step_rows)
-        return [list(lengths[begin : begin + self._step_rows]) for begin in starts]
+        return self._lengths[:num_rows]
 
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
         """Return the smallest and the largest useful limit of a layout that may fit."""
-        unit = self._tried.engine.sizer.limit().unit if layout.is_usual else "tokens"
+        unit = self._sizer.limit().unit if layout.is_usual else "tokens"
         smallest = layout.amount(1, self._longest, unit=unit)
         # More than a whole step is of no use.
-        whole_step_amount = self._step_rows
+        whole_step = self._step_rows
         if unit == "tokens":
-            whole_step_amount = max(map(layout.run_tokens, self._in_steps(self._lengths)))
-        largest = max(smallest, min(self._max_batch_size * smallest, whole_step_amount))
+            whole_step = layout.run_tokens(self._lengths[: self._step_rows])
+        largest = max(smallest, min(self._max_batch_size * smallest, whole_step))
         return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
 
-    def _try_largest(self, found: Throughput) -> Trial:
-        """Run a trial of the longest rows, filled to the limit of a choice."""
-        layout = self._layout.of_kind(found.kind, time=found.time)
-        with self._tried.engine.sizer.trying(layout):
-            return self._dry_run(layout.rows_within(found.limit, self._longest))
-
-    def _stops_compiling(self, layout: MicroBatchLayout, compilations: Compilations) -> bool:
-        """Warm up a layout with new rows, at the largest limit and a quarter of it, until nothing
-        is compiled. Return False if a function has too many variants.
+    def _stops_compiling(self, layout: MicroBatchLayout) -> bool:
+        """Run new rows in micro-batches of a layout until nothing is compiled; return False if a
+        function has too many variants.
         """
         smallest, largest = self._limits(layout)
-        quarter = replace(largest, amount=max(smallest.amount, largest.amount // 4))
-        limits = [quarter, largest]
-        variants_before = {
-            function: len(variants) for function, variants in compilations.variants.items()
-        }
-        for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
-            rows = self._in_order(begin, _WARM_ROWS)
-            compilations_before = compilations.number
-            have_fit = [self._warm_up(rows, limit, layout) for limit in limits]
-            if not all(have_fit):
-                # Warm up only a quarter; the search rejects the largest limit too.
-                limits = [quarter]
-            num_new_variants = [
-                len(variants) - variants_before.get(function, 0)
-                for function, variants in compilations.variants.items()
-            ]
-            if distributed.any_of_ranks(max(num_new_variants, default=0) > _MAX_VARIANTS):
-                log.info(
-                    "%s micro-batches are excluded: a function was compiled more than %d times",
-                    layout.kind,
-                    _MAX_VARIANTS,
-                )
-                return False
-            if not distributed.any_of_ranks(compilations.number > compilations_before):
-                break
+        quarter = max(smallest.amount, largest.amount // 4)
+        with Compilations() as compilations:
+            for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
+                rows = self._in_order(begin, _WARM_ROWS)
+                lengths = list(map(self._tried.row_length, rows))
+                number_before = compilations.number
+                for amount in (quarter, largest.amount):
+                    limit = replace(largest, amount=amount)
+                    for micro_batch in micro_batches(lengths, limit, layout):
+                        self._time(rows, layout, [micro_batch])
+                most_variants = max(map(len, compilations.variants.values()), default=0)
+                if distributed.any_of_ranks(most_variants > _MAX_VARIANTS):
+                    log.info("%s micro-batches are excluded: they are recompiled", layout.kind)
+                    return False
+                if not distributed.any_of_ranks(compilations.number > number_before):
+                    break
+        log.info("compiled %s micro-batches for %.0f s", layout.kind, compilations.seconds)
         return True
 
-    def _warm_up(
-        self, rows: Sequence[Any], limit: MicroBatchLimit, layout: MicroBatchLayout
-    ) -> bool:
-        """Run rows in micro-batches within a limit; return whether all of them fit."""
-        lengths = list(map(self._tried.row_length, rows))
-        all_fit = True
-        for piece in micro_batches(lengths, limit, layout):
-            micro_batch = partial(self._tried.try_rows, [rows[row] for row in piece.rows])
-            with self._tried.engine.sizer.trying(layout):
-                if self._dry_run.time_each([micro_batch]) is None:
-                    all_fit = False
-        return all_fit
-
-    def _time(self, cuts: Sequence[Pieces]) -> list[list[float] | None]:
-        """Return the seconds of each micro-batch of each split; None for a split that does not
-        fit.
-        """
-        timings = []
-        for pieces, layout in cuts:
-            runs = []
-            for number, piece in enumerate(pieces, start=1):
-                rows = [self._rows[row] for row in piece.rows]
-                is_last = number == len(pieces)
-                runs.append(partial(self._tried.try_rows, rows, is_last=is_last))
-            with self._tried.engine.sizer.trying(layout):
-                timings.append(self._dry_run.time_each(runs))
-        return timings
+    def _time(
+        self, rows: Sequence[Any], layout: MicroBatchLayout, batches: Sequence[MicroBatch]
+    ) -> float | None:
+        """Return the seconds of micro-batches of rows; None if they do not fit."""
+        runs = [
+            partial(
+                self._tried.try_rows,
+                [rows[row] for row in micro_batch.rows],
+                is_last=micro_batch is batches[-1],
+            )
+            for micro_batch in batches
+        ]
+        with self._sizer.trying(layout):
+            return self._dry_run.time_runs(runs)
 
 
 def kinds_to_choose_from(
