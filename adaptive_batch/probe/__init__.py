@@ -1,6 +1,6 @@
 """The search for the maximum batch size: strategies, trials, results and their store."""
 
-from .finder import ProbeResult, Store, read_result, run_search, try_again
+from .finder import ProbeResult, Store, run_search, try_again
 from .search import BinarySearch, Halving, Predictive, Search, Trial
 from .throughput import (
     OBJECTIVES,
@@ -24,7 +24,6 @@ __all__ = [
     "Trial",
     "TrialStep",
     "needs_times",
-    "read_result",
     "run_search",
     "try_again",
 ]

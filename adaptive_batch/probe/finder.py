@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from adaptive_batch import distributed
 from adaptive_batch._util import (
     atomic_write,
     count,
+    fingerprint,
     format_bound,
     format_bytes,
     from_json,
@@ -46,12 +47,10 @@ class ProbeResult:
         resident_bytes: bytes alive before any trial.
         budget_bytes: memory limit of a trial; the lowest limit of all ranks.
         from_cache: whether the size is an earlier result that was tried again.
-        budgets_of_ranks: memory limit of each rank in bytes; empty for one rank.
         maximum: limit of the search; 0 if unknown.
         max_batch_size_with_retries: largest tried size that ran with retries of the allocator; None
-            if none above `max_batch_size` did, 0 if that was not tried.
+            if none above `max_batch_size` did.
         throughput: fastest choice within the bound; None if it was not searched.
-        counts_eager: whether the peaks belong to the eager program although training compiles it.
     """
 
     max_batch_size: int
@@ -62,11 +61,9 @@ class ProbeResult:
     resident_bytes: int = 0
     budget_bytes: int = 0
     from_cache: bool = False
-    budgets_of_ranks: tuple[int, ...] = ()
     maximum: int = 0
     max_batch_size_with_retries: int | None = None
     throughput: Throughput | None = None
-    counts_eager: bool = False
 
     @property
     def bound(self) -> str:
@@ -115,14 +112,6 @@ class ProbeResult:
         lines = self._table_of_trials()
         fixed = format_bytes(self.resident_bytes)
         lines.append(f"fixed: {fixed} (weights, buffers, optimizer state, kept gradients)")
-        optimizer_peaks = [
-            trial.optimizer_peak_bytes
-            for trial in self.trials
-            if trial.optimizer_peak_bytes is not None
-        ]
-        if optimizer_peaks:
-            peak = format_bytes(max(optimizer_peaks))
-            lines.append(f"optimizer's step: {peak} at its peak, for any batch")
         slope = self.bytes_per_row()
         if slope is not None:
             row = format_bytes(slope)
@@ -132,13 +121,10 @@ class ProbeResult:
             free = format_bytes(max(0, self.budget_bytes - bound_peak))
             allowed = format_bytes(self.budget_bytes)
             lines.append(f"free at the bound: {free} of the {allowed} allowed")
-        if self.budgets_of_ranks:
-            lines.append(self._line_of_ranks())
-        with_retries = self.max_batch_size_with_retries
-        if with_retries is not None:
+        if self.max_batch_size_with_retries is not None:
             lines.append(
-                f"max_batch_size_with_retries: {with_retries or 'not tried'} (slow: the allocator"
-                " frees its cache and retries)"
+                f"max_batch_size_with_retries: {self.max_batch_size_with_retries} (slow: the"
+                " allocator frees its cache and retries)"
             )
         bound = f"max_batch_size: {self.bound}"
         if self.from_cache:
@@ -146,11 +132,6 @@ class ProbeResult:
         if self.batch_size != self.max_batch_size:
             bound += f"; rounded down to a power of two: {self.batch_size}"
         lines.append(bound)
-        if self.counts_eager:
-            lines.append(
-                "peaks are those of the eager program; the compiled one usually needs less, so more"
-                " rows may fit"
-            )
         if self.throughput:
             lines.append(self.throughput.table())
         return "\n".join(lines)
@@ -167,21 +148,6 @@ class ProbeResult:
             rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
             lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
         return lines
-
-    def _line_of_ranks(self) -> str:
-        """Return the number of ranks, and those with the smallest budget if budgets differ."""
-        budgets = self.budgets_of_ranks
-        line = f"{len(budgets)} ranks, the smallest decides"
-        smallest = min(budgets)
-        # Budgets within 1% count as equal.
-        about_smallest = 1.01 * smallest
-        if max(budgets) <= about_smallest:
-            return line
-        ranks = [str(rank) for rank, budget in enumerate(budgets) if budget <= about_smallest]
-        return (
-            f"{line}: rank {', '.join(ranks)} may use {format_bytes(smallest)}, others up to"
-            f" {format_bytes(max(budgets))}"
-        )
 
 
 def run_search(
@@ -300,23 +266,6 @@ def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeRes
     return replace(known, trials=(*known.trials, trial), seconds=seconds, from_cache=True)
 
 
-def read_result(store: Store, value: str, *, name: str = "fingerprint") -> ProbeResult | None:
-    """Return the newest usable result whose field `name` has this value, or None."""
-    record = store.get(value, name=name)
-    if record is None:
-        return None
-    try:
-        result: ProbeResult = from_json(ProbeResult, record)
-        # Only tried sizes may be trained with, even if the file was edited.
-        fitting = {trial.batch_size for trial in result.trials if trial.fits}
-        if not fitting >= {result.max_batch_size, result.batch_size}:
-            raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
-        return result
-    except (ValueError, TypeError) as error:
-        log.warning("%s cannot be used (%r); probing again", store.path, error)
-        return None
-
-
 def combine_over_ranks(trial: Trial) -> Trial:
     """Combine the trials of all ranks into one. A collective.
 
@@ -351,30 +300,66 @@ def combine_over_ranks(trial: Trial) -> Trial:
 
 
 class Store:
-    """Records in a JSON file: the newest at the top level, older ones under ``earlier``."""
+    """Results of searches in a JSON file: the newest at the top level, older ones under
+    ``earlier``.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Args:
+        path: the file.
+        settings: fingerprint of the settings of the run.
+        conditions: other facts that the results depend on.
+        reads: whether a search may use an earlier result.
+    """
 
-    def get(self, value: str, *, name: str = "fingerprint") -> dict[str, Any] | None:
-        """Return the newest record whose field `name` has this value, or None."""
-        matches = [record for record in self._records() if record.get(name) == value]
-        return matches[-1] if matches else None
+    def __init__(
+        self, path: Path, settings: str, conditions: Sequence[Any] = (), *, reads: bool = True
+    ) -> None:
+        self._path = path
+        self._settings = settings
+        self._conditions = conditions
+        self._reads = reads
 
-    def put(self, fingerprint: str, record: Mapping[str, Any]) -> None:
-        """Write a record under the fingerprint of its settings; log a warning if the disk fails."""
-        earlier = [other for other in self._records() if other["fingerprint"] != fingerprint]
-        head = {"format": _FORMAT, "fingerprint": fingerprint}
-        text = json.dumps({**head, **record, "earlier": earlier[-_KEPT:]}, indent=2)
+    def name(self, *conditions: Any) -> str:
+        """Return the fingerprint of a search under further conditions."""
+        return fingerprint(self._settings, *self._conditions, *conditions)
+
+    def known(self, name: str) -> ProbeResult | None:
+        """Return the newest result with this fingerprint, or None."""
+        return self._newest("fingerprint", name) if self._reads else None
+
+    def newest(self) -> ProbeResult | None:
+        """Return the newest result under the settings of the run, or None."""
+        return self._newest("settings", self._settings)
+
+    def _newest(self, key: str, value: str) -> ProbeResult | None:
+        """Return the newest usable result whose field `key` has this value, or None."""
+        matches = [record for record in self._records() if record.get(key) == value]
+        if not matches:
+            return None
         try:
-            atomic_write(self.path, text, sync=True)
+            result: ProbeResult = from_json(ProbeResult, matches[-1])
+            # Only tried sizes may be trained with, even if the file was edited.
+            fitting = {trial.batch_size for trial in result.trials if trial.fits}
+            if not fitting >= {result.max_batch_size, result.batch_size}:
+                raise ValueError(f"its bound of {result.max_batch_size} rows was never tried")
+            return result
+        except (ValueError, TypeError) as error:
+            log.warning("%s cannot be used (%r); probing again", self._path, error)
+            return None
+
+    def put(self, name: str, result: ProbeResult) -> None:
+        """Write a result under its fingerprint; log a warning if the disk fails."""
+        earlier = [other for other in self._records() if other["fingerprint"] != name]
+        head = {"format": _FORMAT, "fingerprint": name, "settings": self._settings}
+        text = json.dumps({**head, **result.record(), "earlier": earlier[-_KEPT:]}, indent=2)
+        try:
+            atomic_write(self._path, text, sync=True)
         except OSError as error:
-            log.warning("%s cannot be written (%s); the next run searches again", self.path, error)
+            log.warning("%s cannot be written (%s); the next run searches again", self._path, error)
 
     def _records(self) -> list[dict[str, Any]]:
         """Return the records, oldest first; [] if the file cannot be read."""
         try:
-            latest = json.loads(self.path.read_text())
+            latest = json.loads(self._path.read_text())
             records = [*latest.pop("earlier"), latest]
             if any(
                 record["format"] != _FORMAT or "fingerprint" not in record for record in records
@@ -384,5 +369,5 @@ class Store:
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            log.warning("%s cannot be read (%r); probing again", self.path, error)
+            log.warning("%s cannot be read (%r); probing again", self._path, error)
             return []

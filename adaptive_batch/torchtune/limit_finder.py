@@ -5,16 +5,14 @@ searches are reused.
 from __future__ import annotations
 
 import logging
-import math
-import os
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from adaptive_batch import distributed
 from adaptive_batch._util import (
-    count,
     described_with_files,
     fingerprint,
     installed_version,
@@ -22,13 +20,11 @@ from adaptive_batch._util import (
 )
 from adaptive_batch.data import Batches, mean_rows
 from adaptive_batch.errors import SettingError
-from adaptive_batch.memory import ALLOCATOR_VARIABLES, RandomState, tensors_in
-from adaptive_batch.probe import ProbeResult, Store, Throughput, read_result
+from adaptive_batch.memory import RandomState, tensors_in
+from adaptive_batch.probe import ProbeResult, Store, Throughput
 from adaptive_batch.training import (
     REFERENCE,
     Evaluation,
-    LongestRows,
-    ProbeOptions,
     SearchScope,
     find_limit,
     has_batch_norm,
@@ -74,70 +70,6 @@ _MEMORY_KEYS = [
 ]
 
 _PACKAGES = ("torch", "torchtune", "torchao", "bitsandbytes", "adaptive-batch")
-
-
-class ProbeCache:
-    """Results of earlier searches with the same trials. Rank 0 reads and stores them for all ranks.
-
-    Args:
-        job: context of the run.
-        data: rows of the run.
-        scope: rows and pass of the search.
-        options: options of the search.
-        path: file of the results, or None.
-    """
-
-    def __init__(
-        self,
-        job: Job,
-        data: Data,
-        scope: SearchScope,
-        options: ProbeOptions,
-        *,
-        path: Path | None,
-    ) -> None:
-        self._job = job
-        self._store = Store(path) if path else None
-        time_conditions = None
-        if scope.layouts:
-            # The fastest micro-batches depend on the lengths of all rows.
-            lengths = zlib.crc32(data.dataset.lengths.numpy().tobytes())
-            limits = {
-                "micro_batch_size": job.settings.micro_batch_size,
-                "micro_batch_tokens": job.settings.micro_batch_tokens,
-            }
-            time_conditions = [scope.layouts, scope.timed_rows, limits, lengths]
-        # Reading a row of some datasets draws random numbers, which training has to draw, too.
-        with RandomState(job.device):
-            batch = data.collator.collate(scope.rows.first(1))
-        shapes = [[list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)]
-        self._settings = settings_name(job, data, scope.rows.length)
-        self._conditions = [
-            options.maximum,
-            scope.accumulates,
-            options.round_to_power_of_two,
-            shapes,
-            time_conditions,
-        ]
-
-    def known(self, budget: int) -> ProbeResult | None:
-        """Return the result of a search within about the same budget in bytes; None without one."""
-        if self._store is None or not self._job.settings.probe.cache:
-            return None
-        return read_result(self._store, self._name(budget))
-
-    def learn(self, result: ProbeResult) -> None:
-        """Store the result of a search, unless it came from the cache."""
-        if self._store is not None and not result.from_cache:
-            record = {"settings": self._settings, **result.record()}
-            self._store.put(self._name(result.budget_bytes), record)
-
-    def _name(self, budget: int) -> str:
-        allocator = [self._job.memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)]
-        # The available memory differs a little from run to run. Round it to steps of 1%, so that
-        # these runs find the result.
-        rounded_budget = round(math.log(max(1, budget), 1.01))
-        return fingerprint(self._settings, allocator, *self._conditions, rounded_budget)
 
 
 def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
@@ -204,8 +136,8 @@ class LimitFinder:
         """Read the rows of trials, and check settings against model and data.
 
         Raises:
-            SettingError: the model does not take a probed length, or the search may not try as many
-                rows as the configured batch, from which the batch grows.
+            SettingError: the model does not take a probed length, training has longer rows, or the
+                search may not try as many rows as the configured batch, from which the batch grows.
         """
         settings = self._settings
         grows_from_configured = (
@@ -219,8 +151,13 @@ class LimitFinder:
                 f" epoch allow; give {self.most_rows} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
-        for length in (settings.probe.sequence_length, *settings.probe.sequence_lengths):
-            self._data.trial_rows(length)
+        length = settings.probe.sequence_length
+        for each in (length, *settings.probe.sequence_lengths):
+            self._data.trial_rows(each)
+        longest = int(self._data.dataset.lengths.max())
+        if length != "longest" and self._data.trial_rows(length).length < longest:
+            remedy = f"training has rows of {longest} tokens; give {longest} or more, or longest"
+            raise SettingError("probe.sequence_length", length, remedy)
 
     @property
     def most_rows(self) -> int:
@@ -294,8 +231,6 @@ class LimitFinder:
             limit = batches.limit
             message = f"a micro-batch holds {limit}: more ran out of memory before all ranks ended"
             self._event("limit", message, after=limit.amount, unit=limit.unit)
-        if sizer.max_batch_size:
-            self._try_longest(trainer, batches)
         fitting_rows = sizer.max_batch_size
         # A schedule may grow the batch to the maximum of the checkpoint.
         most_rows = max(batches.batch_size, batches.saved_maximum)
@@ -366,7 +301,8 @@ class LimitFinder:
             trainer,
             scope,
             maximum=self.most_rows,
-            report=lambda result: self.log_search("bound", "the largest batch", result),
+            kind="bound",
+            target="the largest batch",
             rounds=self._rounds,
             path=self.path,
         )
@@ -406,25 +342,6 @@ class LimitFinder:
             timed=[asdict(trial) for trial in fastest.trials],
         )
 
-    def log_search(self, kind: str, target: str, result: ProbeResult) -> None:
-        """Log the result of a search.
-
-        Args:
-            kind: kind of the event.
-            target: target of the search, for the message.
-            result: result of the search.
-        """
-        self._event(
-            kind,
-            f"probe of {target}:\n{result.table()}",
-            max_batch_size=result.max_batch_size,
-            trials=len(result.trials),
-            out_of_memory=result.num_out_of_memory,
-            seconds=round(sum(result.seconds), 2),
-            from_cache=result.from_cache,
-            search=result.record(),
-        )
-
     def _set_batch_size(self, batches: Batches, result: ProbeResult, resumed: ResumedRun) -> None:
         """Set the batch size that the search found, if the run takes it; otherwise log or refuse a
         batch size that does not fit.
@@ -456,43 +373,6 @@ class LimitFinder:
                 " more memory"
             )
             raise SettingError("batch_size", batch_size, remedy)
-
-    def _try_longest(self, trainer: Trainer, batches: Batches) -> None:
-        """Find how many of the longest rows fit if the search tried shorter ones.
-
-        Raises:
-            DoesNotFitError: a single one does not fit.
-        """
-        sizer = trainer.engine.sizer
-        (row,) = self._data.longest(1)
-        length = self._job.task.length(row)
-        tried_length = sizer.tried_length
-        if length <= tried_length:
-            return
-        limit = batches.limit
-        # The limit allows this many now, and a growing batch may reach the maximum.
-        tried_rows = max(sizer.layout.rows_within(limit, length), sizer.max_batch_size or 1)
-        can_split = not self._settings.optimizer_in_bwd
-        longest = LongestRows(
-            lambda num_rows: [row] * num_rows, length, f"one row of {count(length, 'token')}"
-        )
-        scope = SearchScope(longest, accumulates=can_split)
-        result = self.find(trainer, scope, maximum=tried_rows)
-        sizer.set_bound_for_longer_rows(
-            result, batches.batch_size, tried_rows=tried_rows, can_split=can_split
-        )
-        new_limit = batches.limit
-        self._event(
-            "limit",
-            f"a row of {count(length, 'token')} is longer than the {tried_length} that were tried:"
-            f" {result.max_batch_size} of these fit at once; a micro-batch holds {new_limit}",
-            before=limit.amount,
-            after=new_limit.amount,
-            unit=new_limit.unit,
-            length=length,
-            trials=len(result.trials),
-            out_of_memory=result.num_out_of_memory,
-        )
 
     # --- the reference ----------------------------------------------------------------------------
 
@@ -528,21 +408,19 @@ class LimitFinder:
             kind=REFERENCE,
             lost_key="trial_rows_reference",
         )
-
-        def log_and_check(result: ProbeResult) -> None:
-            self.log_search("reference_bound", "rows of the reference at once", result)
-            if isinstance(size, int) and size > result.max_batch_size:
-                fitting_rows = result.max_batch_size
-                remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
-                raise SettingError("reference_micro_batch_size", size, remedy)
-
-        return self.find(
+        result = self.find(
             trainer,
             SearchScope(trial_rows, evaluation=evaluation),
             maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
-            report=log_and_check,
+            kind="reference_bound",
+            target="rows of the reference at once",
             path=self.path.with_name("probe_reference.json"),
         )
+        fitting_rows = result.max_batch_size
+        if isinstance(size, int) and size > fitting_rows:
+            remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
+            raise SettingError("reference_micro_batch_size", size, remedy)
+        return result
 
     # --- any search -------------------------------------------------------------------------------
 
@@ -552,11 +430,12 @@ class LimitFinder:
         scope: SearchScope,
         *,
         maximum: int,
-        report: Callable[[ProbeResult], object] = lambda result: None,
+        kind: str,
+        target: str,
         rounds: bool = False,
         path: Path | None = None,
     ) -> ProbeResult:
-        """Search with the options and the cache of the run; see :func:`find_limit`.
+        """Search with the options of the run, and log the results; see :func:`find_limit`.
 
         The sizer of training counts the out-of-memory errors of the trials.
 
@@ -564,25 +443,48 @@ class LimitFinder:
             trainer: trainer of the run.
             scope: rows and pass to search with.
             maximum: most rows to try, see :meth:`rows_to_try`.
-            report: function that is called with the result of each search.
+            kind: kind of the events.
+            target: target of the search, for their messages.
             rounds: whether to also try the power of two at or below the maximum.
-            path: file that keeps the result, or None.
+            path: file that keeps the results, or None.
 
         Raises:
             DoesNotFitError: one row does not fit.
         """
         probe = self._settings.probe
         options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
-        results = find_limit(
-            trainer.tried(),
-            scope,
-            options,
-            report=report,
-            cache_of=lambda scope: ProbeCache(self._job, self._data, scope, options, path=path),
-        )
-        trainer.engine.sizer.count_out_of_memory(sum(each.num_out_of_memory for each in results))
+        store = None if path is None else self._store(path, scope)
+        results = find_limit(trainer.tried(), scope, options, store=store)
+        for result in results:
+            trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)
+            self._event(
+                kind,
+                f"probe of {target}:\n{result.table()}",
+                max_batch_size=result.max_batch_size,
+                trials=len(result.trials),
+                out_of_memory=result.num_out_of_memory,
+                seconds=round(sum(result.seconds), 2),
+                from_cache=result.from_cache,
+                search=result.record(),
+            )
         # A second search, with gradients in memory, replaces the first.
         return results[-1]
+
+    def _store(self, path: Path, scope: SearchScope) -> Store:
+        """Return the results of earlier searches on the same rows under the same settings."""
+        settings = self._settings
+        # Reading a row of some datasets draws random numbers, which training has to draw, too.
+        with RandomState(self._job.device):
+            batch = self._data.collator.collate(scope.rows.first(1))
+        conditions: list[Any] = [
+            [list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)
+        ]
+        if scope.layouts:
+            # The fastest micro-batches depend on the lengths of all rows.
+            conditions.append(zlib.crc32(self._data.dataset.lengths.numpy().tobytes()))
+            conditions += [settings.micro_batch_size, settings.micro_batch_tokens]
+        name = settings_name(self._job, self._data, scope.rows.length)
+        return Store(path, name, conditions, reads=settings.probe.cache)
 
     def known(self) -> ProbeResult | None:
         """Return a result without a search: the assumed maximum, or that of an earlier search with
@@ -592,8 +494,7 @@ class LimitFinder:
         maximum = probe.assumed_maximum
         length = self._data.trial_rows(probe.sequence_length).length
         if maximum is None:
-            name = settings_name(self._job, self._data, length)
-            result = read_result(Store(self.path), name, name="settings")
+            result = Store(self.path, settings_name(self._job, self._data, length)).newest()
             if result is None:
                 return None
             maximum = result.max_batch_size

@@ -110,8 +110,8 @@ class ProbeSettings(ProbeOptions):
     """The `probe` block.
 
     Attributes:
-        sequence_length: length of the rows in trials: a number of tokens, `longest` for the longest
-            rows of the dataset, or `max_seq_len` for the limit of the tokenizer.
+        sequence_length: length of the rows in trials: `longest` for the longest rows of the
+            dataset, `max_seq_len` for the limit of the tokenizer, or a larger number of tokens.
         sequence_lengths: list of lengths for `adaptive_probe`, which searches once for each length.
             Replaces `probe.sequence_length`.
         trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not

@@ -5,6 +5,8 @@ micro-batches within it.
 from __future__ import annotations
 
 import logging
+import math
+import os
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -40,6 +42,7 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.errors import DoesNotFitError, RankLostError, SettingError
 from adaptive_batch.memory import (
+    ALLOCATOR_VARIABLES,
     OptimizerInBackward,
     RandomState,
     auto_headroom,
@@ -60,6 +63,7 @@ from adaptive_batch.probe import (
     Predictive,
     ProbeResult,
     Search,
+    Store,
     Throughput,
     Trial,
     TrialStep,
@@ -382,16 +386,6 @@ class SearchScope:
     timed_rows: int = 0
 
 
-class SearchCache(Protocol):
-    """Results of earlier searches; called on rank zero."""
-
-    def known(self, budget: int) -> ProbeResult | None:
-        """Return the result of an earlier search within a budget in bytes."""
-
-    def learn(self, result: ProbeResult) -> None:
-        """Store the result of a search."""
-
-
 class BoundSearch:
     """Finds the most rows that fit in training or in evaluation, and restores the training state
     bit for bit.
@@ -400,7 +394,7 @@ class BoundSearch:
         tried: step that trials run.
         scope: target of the search.
         options: options of the search.
-        cache: results of earlier searches; None without a cache.
+        store: results of earlier searches; None without a store.
     """
 
     def __init__(
@@ -409,12 +403,12 @@ class BoundSearch:
         scope: SearchScope,
         options: ProbeOptions,
         *,
-        cache: SearchCache | None = None,
+        store: Store | None = None,
     ) -> None:
         self._tried = tried
         self._scope = scope
         self._options = options
-        self._cache = cache
+        self._store = store
         self._memory = tried.engine.memory
         self._maximum = distributed.minimum(options.maximum)
         self._min_rows = fewest_rows(tried.engine.model)
@@ -498,9 +492,8 @@ class BoundSearch:
         """
         engine = self._tried.engine
         compiles = is_compiled(engine.model)
-        budgets = distributed.all_gather(self._budget)
         # The result must fit on all ranks.
-        budget = min(budgets)
+        budget = distributed.minimum(self._budget)
         self._log_start()
         # Trials also add to gradients outside of the model: set these aside, and put them back.
         gradients = SavedGradients({}, lambda: None, engine.own_leaves)
@@ -512,9 +505,6 @@ class BoundSearch:
                 stack.enter_context(self._dry_run)
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(budget, resident_bytes)
-                # On a device without an allocator, memory is counted without the compiler.
-                if compiles and self._memory.granularity_bytes == 1:
-                    result = replace(result, counts_eager=True)
                 if self._scope.layouts and result.max_batch_size and result.throughput is None:
                     result = replace(result, throughput=self._find_fastest(result.max_batch_size))
         finally:
@@ -532,19 +522,21 @@ class BoundSearch:
             raise DoesNotFitError(
                 f"{row} does not fit in {format_bytes(budget)}; {engine.runner.remedies}"
             )
-        # 0 means that sizes were tried and none fits only with retries of the allocator; None, that
-        # there is no allocator.
-        if self._memory.granularity_bytes > 1 and result.max_batch_size_with_retries is None:
-            result = replace(result, max_batch_size_with_retries=0)
-        result = replace(
-            result,
-            resident_bytes=resident_bytes,
-            budget_bytes=budget,
-            budgets_of_ranks=tuple(budgets) if len(budgets) > 1 else (),
-        )
-        if self._cache is not None and distributed.is_rank_zero():
-            self._cache.learn(result)
+        result = replace(result, resident_bytes=resident_bytes, budget_bytes=budget)
+        if self._store is not None and not result.from_cache and distributed.is_rank_zero():
+            self._store.put(self._name(self._store, budget), result)
         return result
+
+    def _name(self, store: Store, budget: int) -> str:
+        """Return the fingerprint of this search."""
+        return store.name(
+            [self._options.maximum, self._options.round_to_power_of_two, self._scope.accumulates],
+            [self._scope.rows.length, self._scope.layouts, self._scope.timed_rows],
+            [self._memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)],
+            # The available memory differs a little from run to run. Round it to steps of 1%, so
+            # that these runs find the result.
+            round(math.log(max(1, budget), 1.01)),
+        )
 
     def _log_start(self) -> None:
         length = self._scope.rows.length
@@ -571,8 +563,10 @@ class BoundSearch:
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try the result of an earlier search; search if there is none or it no longer fits."""
         earlier = None
-        if self._cache is not None:
-            earlier = distributed.from_rank_zero(partial(self._cache.known, budget))
+        store = self._store
+        if store is not None:
+            name = self._name(store, budget)
+            earlier = distributed.from_rank_zero(lambda: store.known(name))
         evaluation = self._scope.evaluation
         sharding = self._tried.engine.sharding
         if evaluation and not sharding.has_recorded(evaluates=evaluation.kind):
@@ -791,8 +785,7 @@ def find_limit(
     scope: SearchScope,
     options: ProbeOptions,
     *,
-    report: Callable[[ProbeResult], object] = lambda result: None,
-    cache_of: Callable[[SearchScope], SearchCache | None] = lambda scope: None,
+    store: Store | None = None,
 ) -> list[ProbeResult]:
     """Find the most rows that fit. All searches use this function.
 
@@ -804,8 +797,7 @@ def find_limit(
         tried: step that trials run.
         scope: target of the search.
         options: options of the search.
-        report: function that is called with the result of each search.
-        cache_of: function that returns the cache of a search; None for no cache.
+        store: results of earlier searches, which are tried once; None for no store.
 
     Returns:
         The result of each search; the last one counts.
@@ -815,10 +807,8 @@ def find_limit(
     """
     results: list[ProbeResult] = []
     while True:
-        search = BoundSearch(tried, scope, options, cache=cache_of(scope))
-        result = search.run()
+        result = BoundSearch(tried, scope, options, store=store).run()
         results.append(result)
-        report(result)
         if not scope.accumulates and (scope.whole_step_rows or 0) > result.max_batch_size:
             scope = replace(scope, accumulates=True)
         elif scope.rows.padded_to_longest is not None:

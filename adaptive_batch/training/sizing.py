@@ -202,8 +202,6 @@ class MicroBatchSizer:
         )
 
     def _reset_lowered_limit(self) -> None:
-        # Limit for rows that are longer than those of the search; never exceeded.
-        self._limit_for_longer_rows: MicroBatchLimit | None = None
         # None if no limit was lowered, or if the former limit is being retried.
         self._lowered: MicroBatchLimit | None = None
         # Steps without an OOM since the limit last changed. The start value keeps the first OOM
@@ -224,7 +222,7 @@ class MicroBatchSizer:
             is_lowered: whether to include the limit that an OOM has lowered; False for the
                 configured or found limit.
         """
-        limit = _smaller(self._limit_of_settings(batch_size), self._limit_for_longer_rows)
+        limit = self._limit_of_settings(batch_size)
         return _smaller(limit, self._lowered) if is_lowered else limit
 
     def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
@@ -305,32 +303,6 @@ class MicroBatchSizer:
             self.throughput = replace(self.throughput, limit=limit)
         if result.throughput is not None:
             self._choose(result.throughput)
-
-    def set_bound_for_longer_rows(
-        self, result: ProbeResult, batch_size: int, *, tried_rows: int, can_split: bool
-    ) -> None:
-        """Use the result of a search on rows that are longer than all tried before.
-
-        Args:
-            result: result of the search.
-            batch_size: rows of a step.
-            tried_rows: the most rows that the search was allowed to try.
-            can_split: whether a step may run as several micro-batches.
-        """
-        length = result.sequence_length
-        max_rows = result.max_batch_size
-        limit = self.limit(batch_size, is_lowered=False)
-        if not can_split:
-            # A step is one micro-batch, so the rows of a step are limited.
-            self.max_batch_size = min(self.max_batch_size or max_rows, max_rows)
-        elif max_rows < tried_rows:
-            # Fewer of the longer rows fit.
-            amount = self.layout.amount(max_rows, length, unit=limit.unit)
-            self._limit_for_longer_rows = _smaller(limit, replace(limit, amount=amount))
-        elif self.micro_batch_tokens == "auto":
-            # Keep the limit: with the new length, the maximum batch size would allow more tokens.
-            self._limit_for_longer_rows = limit
-        self.tried_length = length
 
     def _choose(self, fastest: Throughput) -> None:
         self.throughput = fastest
@@ -465,7 +437,6 @@ class MicroBatchSizer:
             "throughput": self.throughput and asdict(self.throughput),
             "tried_length": self.tried_length,
             "num_out_of_memory": self.num_out_of_memory,
-            "held": self._limit_for_longer_rows and asdict(self._limit_for_longer_rows),
             "lowered": self._lowered and asdict(self._lowered),
             "good_steps": self._good_steps,
             "failed_tries": self._failed_tries,
@@ -503,8 +474,6 @@ class MicroBatchSizer:
         self._reset_lowered_limit()
         if any(state[key] != value for key, value in self.conditions().items()):
             return
-        if state["held"]:
-            self._limit_for_longer_rows = MicroBatchLimit(**state["held"])
         if state["lowered"]:
             self._lowered = MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]

@@ -145,22 +145,6 @@ def test_a_micro_batch_above_a_known_bound_is_refused(small):
             small.run_in_process(OURS, *LARGEST, setting, *found)
 
 
-def test_a_row_longer_than_those_of_the_search_is_tried_before_training(small, whole):
-    keys = ("micro_batch_size=auto", SMALL_MEMORY, "probe.sequence_length=20")
-    finished = small.run_in_process(OURS, *LARGEST, *keys).output_dir
-    (said,) = records(finished, "limit")
-    assert said["length"] == max(LENGTHS)
-    says = f"a row of {max(LENGTHS)} tokens is longer than the 20 that were tried"
-    assert says in said["message"]
-    assert records(finished, "limit", "step")[0] == said
-    (plan,) = records(finished, "plan")
-    assert plan["limit"] == said["after"]
-    bound = records(finished, "bound")[-1]["max_batch_size"]
-    assert said["after"] < said["before"] == bound  # as many rows of 20 tokens fit
-    assert figures(finished, "loss") == pytest.approx(figures(whole, "loss"), rel=1e-5)
-    assert where_steps_stood(finished) == where_steps_stood(whole)
-
-
 @pytest.mark.slow
 def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     lengths = [1000 - 7 * row for row in range(32)]

@@ -113,6 +113,7 @@ REFUSED = {
     "grow_beyond_maximum": ["optimizer_in_bwd=True grow_beyond_maximum=True"],
     "probe.sequence_length": [
         f"{PROBE} probe.sequence_length=65",
+        f"{PROBE} {OF_LENGTHS} probe.sequence_length=20",
         *(
             f"{PROBE} {OF_LENGTHS} probe.sequence_length=max_seq_len tokenizer.max_seq_len={length}"
             for length in ("null", 100)

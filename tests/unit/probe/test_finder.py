@@ -20,7 +20,6 @@ from adaptive_batch.probe import (
     ProbeResult,
     Store,
     Trial,
-    read_result,
     run_search,
 )
 
@@ -129,16 +128,20 @@ def result() -> ProbeResult:
 
 
 def test_older_results_are_kept(result, tmp_path, caplog):
-    store = Store(tmp_path / "adaptive_batch" / "probe.json")
-    assert read_result(store, "512") is None
+    path = tmp_path / "adaptive_batch" / "probe.json"
+    store = Store(path, "s")
+    assert store.known("512") is None
     other = replace(result, sequence_length=1024)
     for name, each in (("512", result), ("1024", other), ("512", result)):
-        store.put(name, {"settings": "s", **each.record()})
-    assert (read_result(store, "512"), read_result(store, "1024")) == (result, other)
-    assert read_result(store, "other") is None
-    latest = json.loads(store.path.read_text())
+        store.put(name, each)
+    assert (store.known("512"), store.known("1024")) == (result, other)
+    assert store.known("other") is None
+    latest = json.loads(path.read_text())
     assert (latest["fingerprint"], latest["max_batch_size"]) == ("512", 37)
-    assert read_result(store, "s", name="settings") == result
+    unread = Store(path, "s", reads=False)
+    assert (unread.newest(), unread.known("512")) == (result, None)
+    assert Store(path, "t").newest() is None
+    assert store.name(1) != Store(path, "t").name(1) != Store(path, "t", [2]).name(1)
     assert caplog.text == ""
 
 
@@ -169,22 +172,22 @@ def without(name):
 )
 def test_a_damaged_or_foreign_file_is_ignored_with_a_warning(result, tmp_path, caplog, change):
     path = tmp_path / "probe.json"
-    Store(path).put("f", result.record())
+    Store(path, "s").put("f", result)
     path.write_text(change(path.read_text()))
     with caplog.at_level(logging.INFO, logger="adaptive_batch"):
-        assert read_result(Store(path), "f") is None
+        assert Store(path, "s").known("f") is None
     assert f"{path}" in caplog.text
     assert "probing" in caplog.text
 
 
 def test_a_failed_save_keeps_the_previous_file(result, tmp_path, caplog):
-    store = Store(tmp_path / "probe.json")
-    store.put("f", result.record())
+    store = Store(tmp_path / "probe.json", "s")
+    store.put("f", result)
     with pytest.raises(TypeError):  # fails while writing
-        store.put("f", {"seconds": object()})
-    assert read_result(store, "f") == result
+        store.put("f", replace(result, seconds=object()))
+    assert store.known("f") == result
     (tmp_path / "a file").write_text("")
-    Store(tmp_path / "a file" / "probe.json").put("f", {})
+    Store(tmp_path / "a file" / "probe.json", "s").put("f", result)
     assert "cannot be written" in caplog.text
 
 
@@ -232,8 +235,9 @@ def test_the_largest_size_with_retries_is_reported(tmp_path):
     assert (result.max_batch_size, result.max_batch_size_with_retries) == (9, 10)
     assert result.num_out_of_memory == sum(trial.batch_size > 12 for trial in result.trials)
     assert "max_batch_size_with_retries: 10 (" in result.table()
-    Store(tmp_path / "probe.json").put("a", result.record())
-    assert read_result(Store(tmp_path / "probe.json"), "a") == result
+    store = Store(tmp_path / "probe.json", "s")
+    store.put("a", result)
+    assert store.known("a") == result
     plain = run_search(lambda rows: Trial(rows, rows <= 9), search=BinarySearch(maximum=20))
     assert plain.max_batch_size_with_retries is None
     assert "with_retries" not in plain.table()

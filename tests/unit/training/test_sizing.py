@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -155,24 +153,6 @@ def test_a_run_that_is_resumed_grows_back_as_the_one_before_would_have():
     assert run.sizer.state_dict()["good_steps"] == 4
     assert run.steps(30) == other.steps(30)
     assert run.sizer.state_dict() == other.sizer.state_dict()
-
-
-def test_the_limit_never_grows_beyond_the_bound_of_longer_rows():
-    run = Run(bound=True)
-
-    def try_longer(fitting_rows):
-        longer = replace(found(), max_batch_size=fitting_rows, trials=(), sequence_length=9)
-        run.sizer.set_bound_for_longer_rows(longer, 32, tried_rows=32, can_split=True)
-
-    run.lower(4, rows=32)
-    try_longer(10)
-    assert run.amount == 4
-    run.steps(60)
-    changes = [(change.before.amount, change.after.amount) for change in run.changes]
-    assert changes == [(32, 4), (4, 10)]
-    try_longer(7)
-    assert run.amount == 7
-    assert set(run.steps(60)) == {7}
 
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
