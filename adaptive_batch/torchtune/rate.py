@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torchtune import config
 
 from adaptive_batch.data import Batches
@@ -24,10 +22,6 @@ from adaptive_batch.training import AdaptiveRate
 
 from .configuration import as_dict, instantiate, load_function, refusing
 from .job import Job
-
-log = logging.getLogger("adaptive_batch")
-
-_CHANGE_THE_BATCH = ("batch_increase_function", "batch_size_schedule", "batch_tokens")
 
 
 def build_rate(
@@ -51,13 +45,12 @@ def build_rate(
     block = job.cfg.get("lr_scheduler", None)
     scheduler = None
     # A resumed run, too, builds the scheduler as before the first step, with the base rates.
-    # AdaptiveRate then brings it to the current step.
     reset_to_base_rates(optimizers)
     if block:
         scheduler = instantiate(
             "lr_scheduler", block, optimizers[0], num_training_steps=total_steps, last_epoch=-1
         )
-    rate = AdaptiveRate.for_recipe(
+    rate = AdaptiveRate(
         optimizers,
         scheduler,
         lr_scaling=settings.lr_scaling,
@@ -126,29 +119,14 @@ def check_rate(job: Job) -> None:
     )
     with refusing("lr_scheduler", block._component_, remedy):
         scheduler = config.instantiate(block, optimizer, num_training_steps=steps, last_epoch=-1)
-    if isinstance(scheduler, ReduceLROnPlateau):
+    if not follows_clock(scheduler):
         remedy = (
-            "it waits for a metric and gets none; a LambdaLR, such as torchtune's cosine schedule,"
-            " can follow"
+            "it counts steps itself, and cannot follow lr_clock; give a LambdaLR, such as"
+            " torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup"
         )
         raise SettingError("lr_scheduler", type(scheduler).__name__, remedy)
-    if follows_clock(scheduler):
-        # Compute the rate of the last step: a wrong argument may raise only after the warm-up.
-        remedy = "check its arguments"
-        with refusing("lr_scheduler", as_dict(block), remedy, problem="it gives no rate"):
-            schedule_factor(scheduler)(steps - 1)
-        return
-    # Any other scheduler counts optimizer steps by itself.
-    if cfg.get("lr_clock", None) not in (None, "steps"):
-        raise SettingError(
-            "lr_clock",
-            cfg.lr_clock,
-            f"{block._component_} counts steps and can follow nothing else; give steps, or a"
-            " LambdaLR such as torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
-        )
-    if any(cfg.get(key, None) is not None for key in _CHANGE_THE_BATCH):
-        log.warning(
-            "%s counts optimizer steps: it cannot follow a batch that changes, and decays too late"
-            " when the batch grows; a LambdaLR, such as torchtune's cosine schedule, can",
-            type(scheduler).__name__,
-        )
+    # Compute the rate of the last step: a wrong argument may raise only after the warm-up.
+    with refusing(
+        "lr_scheduler", as_dict(block), "check its arguments", problem="it gives no rate"
+    ):
+        schedule_factor(scheduler)(steps - 1)

@@ -16,8 +16,6 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,7 +39,7 @@ from adaptive_batch.probe import ProbeResult
 from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw, rate_rule
 
 from .bound_search import ProbeOptions
-from .model_checks import check_parameters
+from .model_checks import check_gradients_are_clear, check_parameters
 from .options import StepOptions
 from .rate import AdaptiveRate
 from .row_step import RowStep
@@ -132,12 +130,16 @@ class AdaptiveLoop:
         # With "max", the batch size is 1 until it is found.
         rows_of_step = 1
         if batch_size != "max":
-            remedy = "give a whole number, 1 or more, or max for the most rows that fit"
-            rows_of_step = check_whole("batch_size", batch_size, remedy=remedy)
+            rows_of_step = check_whole(
+                "batch_size",
+                batch_size,
+                remedy="give a whole number, 1 or more, or max for the most rows that fit",
+            )
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
         rows = DatasetAdapter(dataset, row_length)
-        self._event = options.event
+        self._optimizer = optimizer
+        self._options = options
         self._step = RowStep(
             model,
             optimizer,
@@ -172,8 +174,7 @@ class AdaptiveLoop:
         lr_scaling = rate_rule(batch_size_schedule, lr_scaling)
         reference: ReferenceBatch | int | str | None = reference_batch_size
         if reference is None and batch_size != "max":
-            ranks = distributed.data_parallel_size()
-            reference = self._batches.batching.global_batch(ranks)
+            reference = self._batches.batching.global_batch(distributed.data_parallel_size())
         self._rate = AdaptiveRate(
             optimizer,
             lr_scheduler,
@@ -193,13 +194,6 @@ class AdaptiveLoop:
             "lr_clock": options.lr_clock,
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        # Whether optimizer.step() is due after the last run().
-        self._awaits_optimizer = False
-        self._has_step_hook = False
-        # Some optimizers of torchao and accelerate's wrapper have no hooks.
-        with suppress(AttributeError):
-            optimizer.register_step_post_hook(self._note_optimizer_step)
-            self._has_step_hook = True
 
     # --- what fits
 
@@ -230,28 +224,26 @@ class AdaptiveLoop:
             SettingError: an argument cannot be used, or `micro_batch_size` is above what fits.
         """
         batches = self._batches
-        batching = batches.batching
         ranks = distributed.data_parallel_size()
-        # Check `maximum` as given; then no more rows are tried than a rank has in an epoch.
         options = ProbeOptions(
             device_memory,
             headroom,
-            maximum,
+            # No more rows are tried than a rank has in an epoch.
+            min(check_whole("maximum", maximum), max(1, batches.num_rows // ranks)),
             round_to_power_of_two=round_to_power_of_two,
             objective=objective,
         )
-        options = replace(options, maximum=min(maximum, max(1, batches.num_rows // ranks)))
         step_rows = timed_rows = batches.rows_on_largest_rank(self.batch_size)
         # Reading a row of some datasets draws random numbers.
         with RandomState(self._step.memory.device):
-            if batching.batch_tokens:
-                timed_rows = mean_rows(batching.batch_tokens, self._step.dataset.lengths)
+            if batches.batching.batch_tokens:
+                timed_rows = mean_rows(batches.batching.batch_tokens, self._step.dataset.lengths)
             result = self._step.find_bound(
                 options,
                 order=batches.order,
                 # If training began on more ranks, a step of this rank may have more rows than the
                 # bound.
-                accumulates=batching.grow_beyond_maximum or batches.ranks > ranks,
+                accumulates=batches.batching.grow_beyond_maximum or batches.ranks > ranks,
                 step_rows=step_rows,
                 timed_rows=timed_rows,
             )
@@ -320,25 +312,19 @@ class AdaptiveLoop:
         steps before it runs the first.
         """
         self._find_batch_size()
-        batches = self._batches
-        dataset = self._step.dataset
         self._waiting.clear()
         for rows in self._loader:
             # Let the dataset read the rows of the next step ahead.
-            dataset.expect(batches.newest.following)
-            if batches.batching.batch_size_schedule is not None:
-                own_tokens = sum(map(dataset.length, rows))
-                batches.count_tokens(sum(distributed.all_gather(own_tokens)))
+            self._step.dataset.expect(self._batches.newest.following)
+            if self._batches.batching.batch_size_schedule is not None:
+                own_tokens = sum(map(self._step.dataset.length, rows))
+                self._batches.count_tokens(sum(distributed.all_gather(own_tokens)))
             self._waiting.append(rows)
             yield rows
 
     def __len__(self) -> int:
         """Return the remaining steps of the current epoch."""
         return self.num_steps(self.progress.epoch + 1)
-
-    def __bool__(self) -> bool:
-        """Return True, at the end of training too."""
-        return True
 
     def num_steps(self, epochs: int) -> int:
         """Return the number of remaining optimizer steps in `epochs` epochs. Rules that depend on
@@ -369,7 +355,6 @@ class AdaptiveLoop:
                 splitting changes the loss.
             ValueError: the rows are not those of the next step, or gradients are not cleared.
         """
-        step = self._step
         self._check_rows_of_step(rows)
         if not self._has_reported_start:
             self._report_start()
@@ -380,23 +365,21 @@ class AdaptiveLoop:
             requested=planned.progress.batch,
         )
         began = time.perf_counter()
-        result = step.run(rows, report)
+        result = self._step.run(rows, report)
         batch = result.tokens if self._rate.counts_tokens else result.rows
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
         self._nonfinite.drop_if_nonfinite(result, planned.progress, lr=rates["lr"])
-        self._awaits_optimizer = self._has_step_hook
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens, ends_epoch=False)
-        if self._event is not None:
-            record = result.record(
-                progress,
-                numbers=planned.numbers,
-                seconds=time.perf_counter() - began,
-                rates=rates,
-                num_out_of_memory=self.num_out_of_memory,
-            )
-            self._event("step", "", **record)
+        record = result.record(
+            progress,
+            numbers=planned.numbers,
+            seconds=time.perf_counter() - began,
+            rates=rates,
+            num_out_of_memory=self.num_out_of_memory,
+        )
+        self._options.report("step", "", prints=False, **record)
         if self._batches.is_over:
             message, facts = self._batches.describe_epoch()
             self._batches.report("epoch", message, **facts)
@@ -406,18 +389,14 @@ class AdaptiveLoop:
     def _check_rows_of_step(self, rows: Sequence[Any]) -> None:
         """Raise if the rows are not those of the next step."""
         expected = self._waiting[0] if self._waiting else []
-        if not self._waiting or len(rows) != len(expected):
-            next_rows = f"{len(expected)} rows come next" if self._waiting else "none are waiting"
-            raise ValueError(
-                f"{len(rows)} rows were given, but {next_rows}: run each step once, in the order of"
-                " the loop"
-            )
-        if _are_same(rows, expected):
-            return
         # A script may run copies of the expected rows, but not the rows of a later step.
-        if any(_are_same(rows, later) for later in self._waiting):
+        is_later_step = not _are_same(rows, expected) and any(
+            _are_same(rows, later) for later in self._waiting
+        )
+        if not self._waiting or len(rows) != len(expected) or is_later_step:
             raise ValueError(
-                "an earlier step has not been run: run each step once, in the order of the loop"
+                f"these {len(rows)} rows are not those of the next step, which has {len(expected)};"
+                " run each step once, in the order of the loop"
             )
 
     def _report_start(self) -> None:
@@ -441,27 +420,18 @@ class AdaptiveLoop:
         if self._built_with["batch_size"] == "max" and self.max_batch_size is None:
             self.find_bound()
 
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._awaits_optimizer = False
-
     # --- resuming
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and all state of the loop as plain values, the same on all ranks.
-        Call it after ``optimizer.step()``.
+        Call it after ``optimizer.step()`` and ``optimizer.zero_grad()``.
 
         Your script saves the weights, the optimizer state and the RNG state.
 
         Raises:
-            ValueError: ``optimizer.step()`` was not called after the last step; a resumed run would
-                lose this step.
+            ValueError: a gradient is not zero; a resumed run would lose its step.
         """
-        # If a GradScaler has skipped the step, zero_grad() has cleared the gradients.
-        if self._awaits_optimizer and self._step.gradients():
-            raise ValueError(
-                "optimizer.step() was not called after the last run(), so a resumed run would lose"
-                " this step; save after optimizer.step()"
-            )
+        check_gradients_are_clear(self._step.model, self._optimizer)
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),

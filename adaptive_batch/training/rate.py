@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -108,29 +107,6 @@ class AdaptiveRate:
         self._total_steps = total_steps
         # Number of calls of set(), which is the clock if no progress is given.
         self._num_set = 0
-        # Scheduler of a recipe that counts steps itself, and the number of its steps.
-        self._counting_scheduler: Any = None
-        self._scheduler_steps = 0
-
-    @classmethod
-    def for_recipe(
-        cls, optimizers: Sequence[Optimizer], scheduler: LRScheduler | None, **settings: Any
-    ) -> AdaptiveRate:
-        """Build the rate of a recipe, which may have a scheduler that counts steps itself.
-
-        Such a scheduler is stepped once for each step of training. Its state is not saved: a
-        resumed run steps it from 0 to the current step.
-
-        Args:
-            optimizers: optimizers to scale. `scheduler` belongs to the first.
-            scheduler: a torch scheduler, not stepped yet.
-            settings: other arguments of :class:`AdaptiveRate`.
-        """
-        if follows_clock(scheduler):
-            return cls(optimizers, scheduler, **settings)
-        rate = cls(optimizers, None, **settings)
-        rate._counting_scheduler = scheduler
-        return rate
 
     def _check_scheduler(self) -> None:
         """Raise if the scheduler counts steps itself or belongs to another optimizer."""
@@ -210,8 +186,6 @@ class AdaptiveRate:
             progress: progress before the step.
             batch: rows of the step on all ranks; real tokens if the rate :attr:`counts_tokens`.
         """
-        if self._counting_scheduler is not None:
-            self._step_scheduler(progress.steps)
         if self._scheduler is not None:
             self._schedule(elapsed_steps(self._clock, progress))
         groups = self._optimizers[0].param_groups
@@ -235,19 +209,6 @@ class AdaptiveRate:
             # The scheduler's get_last_lr() then returns the scaled rates.
             self._scheduler._last_lr = rates
         return {"lr": rates[0], **read_scaled_options(groups, self._scaled_options)}
-
-    def _step_scheduler(self, steps: int) -> None:
-        """Step a scheduler that counts steps itself up to the current step."""
-        with warnings.catch_warnings():
-            # torch warns if a scheduler steps before its optimizer, as in a resumed run.
-            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step", UserWarning)
-            while self._scheduler_steps < steps:
-                self._counting_scheduler.step()
-                self._scheduler_steps += 1
-        first, *other_optimizers = self._optimizers
-        for optimizer in other_optimizers:
-            for group in optimizer.param_groups:
-                write_rate(group, float(first.param_groups[0]["lr"]))
 
     def _schedule(self, clock: float) -> None:
         """Write the scheduled rates."""

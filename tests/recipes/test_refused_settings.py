@@ -125,7 +125,6 @@ REFUSED = {
         f"{VALIDATED} dataset_val._component_={COMPONENTS}.Endless",
     ],
     "lr_clock": [
-        "lr_scheduler._component_=support.components.step_lr lr_clock=samples",
         f"{SEESAW} lr_clock=steps",
     ],
     "lr_scaling": [f"{SEESAW} lr_scaling=linear"],
@@ -136,7 +135,7 @@ REFUSED = {
     "lr_scheduler": [
         f"{SCHEDULE}._component_=adaptive_batch.schedules.seesaw micro_batch_size=8",
         "lr_scheduler._component_=torch.optim.lr_scheduler.StepLR lr_scheduler.step_size=2",
-        "lr_scheduler._component_=support.components.plateau",
+        "lr_scheduler._component_=support.components.step_lr",
         f"{COSINE} lr_scheduler.num_cycles=abc",
     ],
     "device": ["device=cuda dtype=bf16", "device=xpu"],

@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import torch
 from support.cli import MODEL
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import StepLR
 from torchtune.data import padded_collate_sft
 from torchtune.models.qwen2 import qwen2
 
@@ -316,7 +316,3 @@ def doubles_its_tokens(progress):
 
 def step_lr(optimizer, num_training_steps, last_epoch):
     return StepLR(optimizer, step_size=2, last_epoch=last_epoch)
-
-
-def plateau(optimizer, num_training_steps, last_epoch):
-    return ReduceLROnPlateau(optimizer)

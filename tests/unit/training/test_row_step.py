@@ -72,7 +72,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     assert 0 < beside_gradients < 10
     result = one.loop.run(rows)  # the same rows
     assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
-    one.optimizer.step()
+    one.optimizer.zero_grad()
     other = training()
     # What was tried with gradients is known to have been.
     other.loop.load_state_dict(one.loop.state_dict())
