@@ -25,7 +25,9 @@ def bits(value: Any) -> Any:
     """
     if isinstance(value, torch.Tensor):
         kind = torch.Tensor if type(value) is nn.Parameter else type(value)
-        parts = [part.detach().cpu().contiguous() for part in plain_tensors(value)]
+        # contiguous() keeps the strides of a tensor with at most one entry.
+        layout = torch.contiguous_format
+        parts = [part.detach().cpu().clone(memory_format=layout) for part in plain_tensors(value)]
         context = getattr(value, "__tensor_flatten__", lambda: ())()
         return [kind.__name__, context] + [
             (part.dtype, part.shape, part.flatten().view(torch.uint8).numpy().tobytes())
