@@ -184,7 +184,7 @@ class PartStep(Step):
         try:
             return self.run_step(weighting, self.agree_on_plan(weighting, report))
         except DoesNotFitError as error:
-            if not rows.keeps_values:
+            if not rows.treatment:
                 raise
             # A value that should be divided may be what does not fit.
             raise DoesNotFitError(f"{error}; of the batch, {rows.treatment}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -173,14 +173,6 @@ class Sample:
     def rows(self) -> list[int]:
         """Return the rows of both parts, ascending."""
         return sorted(chain(*self.parts))
-
-    def one_row_each(self) -> Sample:
-        """Return the sample with one row in each part."""
-        return replace(self, parts=(self.parts[0][:1], self.parts[1][-1:]))
-
-    def uncut(self) -> Sample:
-        """Return the sample whose parts keep all columns."""
-        return replace(self, batch=self.batch.uncut())
 
     def labels(self, counter: LabelCounter) -> list[tuple[float, float]]:
         """Return the number of labels of each part without and with the first label of each row."""

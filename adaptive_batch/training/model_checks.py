@@ -9,7 +9,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -136,15 +135,9 @@ def check_parameters(model: object, optimizer: object) -> None:
             "give one torch.optim.Optimizer; if several step the model, the one with most state"
         )
         raise SettingError("optimizer", type(optimizer).__name__, remedy)
-    closure = signature(optimizer.step).parameters.get("closure")
-    if closure is not None and closure.default is Parameter.empty:
-        remedy = "its step() needs a closure that runs the batch again, which is not supported"
-        raise SettingError("optimizer", type(optimizer).__name__, remedy)
     reshard(model)
     parameters = {id(parameter) for parameter in model.parameters()}
-    if not parameters:
-        raise SettingError("model", type(model).__name__, "it has no parameters")
-    stepped = _stepped_by(optimizer)
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     num_foreign = len(stepped - parameters)
     if num_foreign:
         remedy = (
@@ -164,11 +157,6 @@ def check_parameters(model: object, optimizer: object) -> None:
             " trials of find_bound do not contain its state",
             some_names(not_stepped),
         )
-
-
-def _stepped_by(optimizer: Optimizer) -> set[int]:
-    """Return the ids of an optimizer's parameters."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def some_names(names: Sequence[str], kind: str = "parameter") -> str:
@@ -288,37 +276,24 @@ def optimizers_wait() -> Iterator[None]:
         hook.remove()
 
 
-def check_gradients_are_clear(model: nn.Module, optimizer: Optimizer) -> None:
+def check_gradients_are_clear(model: nn.Module) -> None:
     """Raise if a parameter has a nonzero gradient before a step.
-
-    Args:
-        model: model to train.
-        optimizer: optimizer of its parameters.
 
     Raises:
         ValueError: a gradient is not zero.
     """
-    with_gradients = {
-        name: parameter
+    names = [
+        name
         for name, parameter in model.named_parameters()
         if parameter.grad is not None and bool(local_part(parameter.grad).any())
-    }
-    if not with_gradients:
-        return
-    stepped = _stepped_by(optimizer)
-    if any(id(parameter) in stepped for parameter in with_gradients.values()):
-        remedy = (
-            "call optimizer.step() and optimizer.zero_grad() after each run. The loop itself runs a"
-            " step of any batch_size in micro-batches that fit: set gradient_accumulation_steps=1"
-            " in a trainer around it"
+    ]
+    if names:
+        raise ValueError(
+            f"gradients of {some_names(names)} are not zero before a step: call optimizer.step()"
+            " and optimizer.zero_grad() after each run, with gradient_accumulation_steps=1 in a"
+            " trainer around it; freeze parameters that the optimizer does not have with"
+            " requires_grad_(False), or call model.zero_grad() after each step"
         )
-    else:
-        remedy = (
-            f"the optimizer does not have {some_names(list(with_gradients))}, so its zero_grad()"
-            " does not clear them; freeze them with requires_grad_(False), or call"
-            " model.zero_grad() after each step"
-        )
-    raise ValueError(f"gradients are not zero before a step: {remedy}")
 
 
 @contextmanager

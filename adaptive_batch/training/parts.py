@@ -100,11 +100,6 @@ class BatchSource:
         return False
 
     @property
-    def keeps_values(self) -> bool:
-        """True if each part has some values of the whole batch."""
-        return False
-
-    @property
     def treatment(self) -> str:
         return ""
 
@@ -166,12 +161,11 @@ class RowsOfBatch(BatchSource):
         batch: tensors in mappings, or a list or tuple of these.
         trims: whether unused columns are cut.
         row_lengths: tokens of each row, after which all columns are padding; None if unknown.
-        is_divided: whether each value of an earlier batch was divided. Other values are decided
-            here.
+        is_divided: `is_divided` of an earlier batch. Other values are decided here.
 
     Attributes:
         num_rows: rows of the batch.
-        is_divided: whether each value is divided.
+        is_divided: whether each value is divided; None if it cannot be divided.
 
     Raises:
         SettingError: the number of rows is unknown.
@@ -183,7 +177,7 @@ class RowsOfBatch(BatchSource):
         *,
         trims: bool = True,
         row_lengths: Sequence[int] | None = None,
-        is_divided: Mapping[str, bool] = MappingProxyType({}),
+        is_divided: Mapping[str, bool | None] = MappingProxyType({}),
     ) -> None:
         self._batch = batch
         self._trims = trims
@@ -195,25 +189,20 @@ class RowsOfBatch(BatchSource):
             remedy = f"nothing in it shows the number of rows ({self.treatment}); {SPLIT_REMEDY}"
             raise SettingError("batch", type(batch).__name__, remedy)
         self.num_rows = num_rows
-        # Names of the values that cannot be divided.
-        self._undivided: list[str] = []
         # Values of the shape `[rows, columns]` by name.
         self._tables: dict[str, torch.Tensor] = {}
         for name, value in self._values.items():
-            self._decide(name, value)
+            if is_table(value) and value.shape[0] == num_rows:
+                self._tables[name] = value
+            # Do not decide for None or an empty list: the next batch may have a value for each row.
+            if _is_unusual(value):
+                self.is_divided[name] = None
+            elif _length(value) and name not in self.is_divided:
+                self.is_divided[name] = self._decide(value)
 
-    def _decide(self, name: str, value: Any) -> None:
-        """Decide whether a value is divided, unless an earlier batch decided."""
-        if is_table(value) and value.shape[0] == self.num_rows:
-            self._tables[name] = value
-        length = _length(value)
-        if _is_unusual(value):
-            self._undivided.append(name)
-        # Do not decide for None or an empty list: the next batch may have a value for each row.
-        if not length or name in self.is_divided:
-            return
-        has_rows = length == self.num_rows
-        self.is_divided[name] = has_rows
+    def _decide(self, value: Any) -> bool | None:
+        """Return whether a value is divided; None if this is unclear."""
+        has_rows = _length(value) == self.num_rows
         if isinstance(value, _LIST):
             lengths = {_length(array) for array in arrays_in(value)}
             has_item_per_row = has_rows and lengths != {self.num_rows}
@@ -221,8 +210,7 @@ class RowsOfBatch(BatchSource):
         else:
             # Tensors of several sizes in one list may be rows themselves.
             is_clear = has_rows or not isinstance(self._batch, _LIST)
-        if not is_clear:
-            self._undivided.append(name)
+        return has_rows if is_clear else None
 
     @property
     def width(self) -> int:
@@ -294,9 +282,9 @@ class RowsOfBatch(BatchSource):
         """
         if len(rows) == self.num_rows:
             return copy_containers(self._batch)
-        if self._undivided:
-            names = ", ".join(name or "the batch" for name in self._undivided)
-            raise self._error(f"{names} cannot be divided by rows")
+        for name in self._values:
+            if self.is_divided.get(name, False) is None:
+                raise self._error(f"{name or 'the batch'} cannot be divided by rows")
         used_width = self.width
         if self.lengths is not None:
             used_width = max(self.lengths[row] for row in rows)
@@ -343,11 +331,6 @@ class RowsOfBatch(BatchSource):
         return RowsOfBatch(self._batch, trims=False, is_divided=self.is_divided)
 
     @property
-    def keeps_values(self) -> bool:
-        """True if a value is kept whole."""
-        return not all(self.is_divided.values())
-
-    @property
     def treatment(self) -> str:
         """Description of the values for errors: divided or kept whole."""
         divided = [name or "the batch" for name in self._values if self.is_divided.get(name)]
@@ -378,7 +361,7 @@ def _values(batch: Any, name: str = "") -> dict[str, Any]:
     return values
 
 
-def _count_rows(values: Mapping[str, Any], is_divided: Mapping[str, bool]) -> int | None:
+def _count_rows(values: Mapping[str, Any], is_divided: Mapping[str, bool | None]) -> int | None:
     """Return the most common first dimension of tensors and arrays; None without one. If an earlier
     batch divided some of them, only these count.
     """
@@ -392,7 +375,7 @@ def _count_rows(values: Mapping[str, Any], is_divided: Mapping[str, bool]) -> in
             continue
         if is_divided.get(name):
             known.append(length)
-        elif name not in is_divided:
+        elif is_divided.get(name) is None:
             new.append(length)
     lengths = known or new
     return Counter(lengths).most_common(1)[0][0] if lengths else None

@@ -89,7 +89,7 @@ class RowsOfStep(BatchSource):
             collated = RowsOfBatch(self.part(range(self.num_rows)), row_lengths=self.lengths)
         except SettingError:
             return self
-        if collated.num_rows != self.num_rows:
+        if collated.num_rows != self.num_rows or None in collated.is_divided.values():
             return self
         return collated
 
@@ -214,7 +214,7 @@ class RowStep(PartStep):
         """
         reshard(self.model)
         if self.gradients():
-            check_gradients_are_clear(self.model, self._optimizer)
+            check_gradients_are_clear(self.model)
         bound = self.sizer.max_batch_size
         can_split = self.sizer.may_split or not self.bound_excludes_gradients
         if bound is not None and report.batch_size > bound and not can_split:

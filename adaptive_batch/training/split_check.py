@@ -8,6 +8,7 @@ import logging
 import math
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -209,7 +210,8 @@ class SplitCheck:
         result = self._measure(sample, tolerance)
         if result is None:
             # Out of memory: retry with one row per part.
-            sample = sample.one_row_each()
+            one_row_each = sample.parts[0][:1], sample.parts[1][-1:]
+            sample = replace(sample, parts=one_row_each)
             tolerance = self._tolerance(1)
             result = self._measure(sample, tolerance)
         if result is None:
@@ -275,22 +277,20 @@ class SplitCheck:
         if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
             # Padding explains the difference if it vanishes when parts keep all columns.
             difference_if_cut = result.difference
-            sample = sample.uncut()
+            sample = replace(sample, batch=sample.batch.uncut())
             result = self._measure(sample, tolerance, by_row=by_row) or result
         if noise > _MAX_NOISE:
             self._warn_incomparable(f"two runs of the same rows differ by {noise:.2%}")
             return
         is_equal = result.difference <= tolerance
-        if is_equal and not difference_if_cut:
-            self._learn_first_label(sample, tolerance)
-            return
-        if is_equal and can_keep_columns:
-            self.keeps_columns = True
-            self.warn(
-                "columns",
-                f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
-                " without), so parts of a batch keep all columns",
-            )
+        if is_equal and (can_keep_columns or not difference_if_cut):
+            if difference_if_cut:
+                self.keeps_columns = True
+                self.warn(
+                    "columns",
+                    f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
+                    " without), so parts of a batch keep all columns",
+                )
             self._learn_first_label(sample, tolerance)
             return
         if is_equal:
@@ -314,7 +314,7 @@ class SplitCheck:
                 )
                 self._learn_first_label(sample, tolerance)
                 return
-            remedy = self._remedy(sample, result, tolerance, coefficient, by_row=by_row)
+            remedy = self._remedy(sample, result, tolerance, by_row=by_row)
         measured = (
             f"gradients of {count(len(sample.rows), sample.batch.noun)} and of their two parts"
             f" differ by {result.difference:.2%} (noise {noise:.2%}"
@@ -327,22 +327,13 @@ class SplitCheck:
     def _warn_incomparable(self, reason: str) -> None:
         self.warn("noise", f"a batch and its parts cannot be compared, since {reason}")
 
-    def _remedy(
-        self,
-        sample: Sample,
-        result: Comparison,
-        tolerance: float,
-        coefficient: float,
-        *,
-        by_row: bool,
-    ) -> str:
+    def _remedy(self, sample: Sample, result: Comparison, tolerance: float, *, by_row: bool) -> str:
         """Return the fix for a loss that does not decompose, as its gradients show.
 
         Args:
             sample: rows that were compared.
             result: their comparison.
             tolerance: difference that rounding may cause.
-            coefficient: coefficient of the model's auxiliary loss; 0 without one.
             by_row: see :meth:`GradientPasses.compare`.
         """
         terms = self._step.terms
@@ -357,7 +348,7 @@ class SplitCheck:
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if residual > tolerance or fitted == given:
             # No shares make the parts add up to the whole.
-            return self._remedy_of_whole(sample.batch, result, coefficient)
+            return self._remedy_of_whole(sample.batch, result)
         if all(abs(share - 1) < _SAME_SHARE for share in shares):
             return f"the loss is a sum over rows, not a mean: {terms.sum}"
         remedy = terms.share
@@ -367,30 +358,24 @@ class SplitCheck:
                 f"give {terms.num_labels}, a function that returns what the mean of a batch is"
                 " over, such as the sum of its class weights"
             )
-        weighted = f"the parts have the shares {given}, but {fitted} would fit"
-        return f"{weighted}; {remedy};{terms.totals}".rstrip(";")
+        return f"the parts have the shares {given}, but {fitted} would fit;{terms.totals} {remedy}"
 
-    def _remedy_of_whole(self, batch: BatchSource, result: Comparison, coefficient: float) -> str:
+    def _remedy_of_whole(self, batch: BatchSource, result: Comparison) -> str:
         """Return the fix for a loss that no shares divide."""
         terms = self._step.terms
-        noun = batch.noun
-        loss = f"a loss that compares {noun}s, such as a contrastive one"
-        if batch.is_packed:
-            loss = "attention across documents or a loss that compares them"
-        if coefficient:
-            loss += f" or an auxiliary loss with coefficient {coefficient:g}"
         remedy = (
-            f'{loss}, must stay whole: set on_out_of_memory="raise", without micro_batch_size and'
-            " micro_batch_tokens;"
+            f"a loss that compares {batch.noun}s, such as a contrastive one, or attention across"
+            ' documents must stay whole: set on_out_of_memory="raise", without micro_batch_size'
+            " and micro_batch_tokens;"
         )
         if 0 in result.shares and any(result.shares):
             remedy += (
-                f" if {noun}s without labels add to the loss, give {terms.num_labels}, a function"
-                " that counts them;"
+                f" if {batch.noun}s without labels add to the loss, give {terms.num_labels}, a"
+                " function that counts them;"
             )
         treatment = f" ({batch.treatment})" if batch.treatment else ""
         return (
-            f"{remedy}{terms.totals} if {noun}s{treatment} are not those of the batch,"
+            f"{remedy}{terms.totals} if {batch.noun}s{treatment} are not those of the batch,"
             f" {terms.split}"
         )
 

@@ -97,7 +97,7 @@ class RowSplitter:
 
     def __init__(self, *, trims: bool) -> None:
         self._trims = trims
-        self._is_divided: dict[str, bool] = {}
+        self._is_divided: dict[str, bool | None] = {}
 
     def __call__(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
         """Return a batch as rows, and divide the same keys in later batches.
@@ -112,7 +112,7 @@ class RowSplitter:
         return rows
 
     def split_sample(
-        self, batch: Any, is_divided: Mapping[str, bool] | None = None
+        self, batch: Any, is_divided: Mapping[str, bool | None] | None = None
     ) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
         documents = documents_of(batch)

@@ -159,7 +159,7 @@ REFUSED: dict[str, list[Any]] = {
     "batch_size": [0],
     "mean_loss": [5],
     "collate": [None],
-    "optimizer": [lambda weights, lr: [torch.optim.SGD(weights)], torch.optim.LBFGS],
+    "optimizer": [lambda weights, lr: [torch.optim.SGD(weights)]],
     "micro_batch_size": [2.5],
     "micro_batch_tokens": [0],
     "micro_batch_layout": ["loose"],
@@ -242,7 +242,7 @@ def test_parameters_without_an_optimizer_are_named_and_their_gradients_refused(c
         loop.run(second)
     head.step()
     head.zero_grad(set_to_none=False)
-    with pytest.raises(ValueError, match=r"does not have 4 parameters .*requires_grad_\(False\)"):
+    with pytest.raises(ValueError, match=r"of 4 parameters .*requires_grad_\(False\)"):
         loop.run(second)
     net.zero_grad(set_to_none=False)
     assert loop.run(second).rows == 8

@@ -147,16 +147,22 @@ UNDIVIDED = {
 
 @pytest.mark.parametrize("batch", UNDIVIDED.values(), ids=UNDIVIDED)
 def test_rows_that_cannot_be_indexed_train_whole_and_are_refused_where_they_would_be_split(batch):
-    model = Model()
-    for size in (4, 2):
-        step, parts = new_step(model, lambda model, batch: model.linear.weight.sum(), size=size)
-        if size == 4:
-            step(batch)
-            assert [(part.num_rows, type(part.batch)) for part in parts] == [(4, type(batch))]
-            continue
-        says = r"cannot be divided by rows \(.*\); give split="
-        with pytest.raises(SettingError, match=says):
-            step(batch)
+    step, parts = new_step(Model(), lambda model, batch: model.linear.weight.sum(), size=4)
+    for _ in range(2):
+        step(batch)
+    assert [(part.num_rows, type(part.batch)) for part in parts] == [(4, type(batch))] * 2
+    # A later batch does not decide anew.
+    split = RowSplitter(trims=True)
+    split(batch)
+    with pytest.raises(SettingError, match=r"cannot be divided by rows \(.*\); give split="):
+        split(batch).part([0, 1])
+
+
+def test_a_tensor_of_another_size_in_a_tuple_is_not_divided_if_a_later_batch_has_as_many_rows():
+    split = RowSplitter(trims=True)
+    split((torch.ones(8, 3), WEIGHTS))
+    with pytest.raises(SettingError, match=r"\[1\] cannot be divided by rows"):
+        split((torch.ones(4, 3), WEIGHTS)).part([0, 1])
 
 
 @pytest.mark.parametrize(

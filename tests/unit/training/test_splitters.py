@@ -141,7 +141,7 @@ def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
     for _ in range(steps_before):
         step({"rows": torch.ones(4, 3).double()})
-    says = r"gradients of 4 documents and .* attention across documents or .* must stay whole"
+    says = r"gradients of 4 documents and .* attention across documents must stay whole"
     with pytest.raises(SettingError, match=says):
         step(row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None]))
 
