@@ -431,7 +431,7 @@ class AdaptiveLoop:
         Raises:
             ValueError: a gradient is not zero; a resumed run would lose its step.
         """
-        check_gradients_are_clear(self._step.model, self._optimizer)
+        check_gradients_are_clear(self._step.model)
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),
