@@ -255,7 +255,7 @@ def all_gather(value: Result) -> list[Result]:
 
 def any_of_ranks(flag: bool) -> bool:
     """Return whether `flag` is true on any rank."""
-    return bool(maximum(flag))
+    return bool(all_reduce_max([flag])[0])
 
 
 def from_rank_zero(compute: Callable[[], Result], group: Any = None) -> Result:

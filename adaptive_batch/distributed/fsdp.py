@@ -117,14 +117,6 @@ class Sharding:
             return "training"
         return "training, gradients kept"
 
-    # --- a step
-
-    def begin_step(self) -> None:
-        """Synchronize ranks before a step; FSDP needs nothing."""
-
-    def reduce_gradients(self) -> None:
-        """Reduce gradients after backward; FSDP reduces them in backward."""
-
     # --- after a failure
 
     @property

@@ -390,8 +390,6 @@ class LimitFinder:
         """
         settings = self._settings
         size = settings.reference_micro_batch_size
-        reference = trainer.engine.reference
-        assert reference is not None, "only a reference with micro-batches of its own is searched"
         if isinstance(size, int):
             # The search only has to show whether the configured size fits.
             usable_rows = size
@@ -402,7 +400,7 @@ class LimitFinder:
             usable_rows = batch_size * settings.gradient_accumulation_steps
         trial_rows = self._data.trial_rows(settings.probe.sequence_length)
         evaluation = Evaluation(
-            reference.try_rows,
+            trainer.engine.try_reference,
             trial_rows,
             name="the reference on rows",
             kind=REFERENCE,

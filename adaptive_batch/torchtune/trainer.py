@@ -306,7 +306,7 @@ class Trainer:
                 f"the optimizer step ran out of memory on {self._job.device}: {error}; it updated"
                 " only a part of the weights and cannot be repeated. Resume from the last"
                 " checkpoint with resume_from_checkpoint=True and use_maximum_batch_size=True (its"
-                f" trials include the optimizer step), or {self.engine.runner.remedies}"
+                f" trials include the optimizer step), or {self.engine.attempts.remedies}"
             ) from error
         self.optimizer.zero_grad(set_to_none=True)
 

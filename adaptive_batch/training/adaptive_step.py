@@ -63,7 +63,7 @@ from .parts import BatchSource, LabelCounter, Part, SplitBatch, copy_containers
 from .sizing import MicroBatchSizer
 from .split_check import SplitCheck
 from .splitters import CustomSplit, RowSplitter
-from .step import MicroBatchPlan, OutOfMemoryElsewhereError, RankReport, Step, Weighting
+from .step import OutOfMemoryElsewhereError, RankReport, Step, Weighting
 from .step_result import norm_to_clip
 
 private = PrivateNames("memory estimates")
@@ -156,7 +156,7 @@ class PartStep(Step):
         self.bound_excludes_gradients = False
         # After an OOM, a rank can finish a micro-batch only if its collectives are recorded.
         self._records_collectives = (
-            sharding.is_sharded and self.runner.retries and not is_compiled(model)
+            sharding.is_sharded and self.attempts.retries and not is_compiled(model)
         )
         if sizer.waits_for_search:
             log.info("auto: batches are not split before a search has found the limit")
@@ -180,9 +180,8 @@ class PartStep(Step):
         self.sizer.noun = rows.noun
         if self._records_collectives:
             self.record_collectives_of(rows)
-        weighting = LabelShares(self, rows)
         try:
-            return self.run_step(weighting, self.agree_on_plan(weighting, report))
+            return self.run_step(LabelShares(self, rows), report)
         except DoesNotFitError as error:
             if not rows.treatment:
                 raise
@@ -264,13 +263,8 @@ class LabelShares(Weighting[list[Any]]):
 
     def __init__(self, step: PartStep, rows: BatchSource) -> None:
         self._step = step
-        self._given_rows = rows
+        self._rows = rows.uncut() if step.check.keeps_columns else rows
         self.drop()
-
-    @property
-    def _rows(self) -> BatchSource:
-        # The check of a split may find during the step that parts must keep all columns.
-        return self._given_rows.uncut() if self._step.check.keeps_columns else self._given_rows
 
     def drop(self) -> None:
         """Free the parts, statistics and results of a failed attempt."""
@@ -298,52 +292,48 @@ class LabelShares(Weighting[list[Any]]):
             raise SettingError("micro_batch_tokens", "of a batch", _LENGTHS_REMEDY)
         return micro_batches(rows.lengths, limit, layout)
 
-    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+    def begin(self) -> None:
         """Make the parts with their shares and statistics, before the first backward.
-
-        Returns:
-            The plan; another one if the split check finds that parts must keep all columns.
 
         Raises:
             SettingError: the loss of the batch is not the sum of its parts' shares.
         """
         step = self._step
-        rows = self._rows
-
-        def make_batches() -> list[Any]:
-            return [rows.part(micro_batch.rows) for micro_batch in plan.micro_batches]
-
         # After an OOM here, this rank runs only the collectives, like a rank without rows.
-        batches = step.runner.prepare(make_batches) or []
-        if plan.number == 1 and not step.counts_over_ranks:
-            all_rows = range(rows.num_rows)
+        batches = step.prepare(self._make_batches) or []
+        if step.num_micro_batches == 1 and not step.counts_over_ranks:
+            all_rows = range(self._rows.num_rows)
             self._parts = [Part(batch, len(all_rows), rows=all_rows) for batch in batches] or [None]
         else:
             kept_columns = step.check.keeps_columns
-            self._parts = self._parts_with_shares(plan, batches)
+            self._parts = self._parts_with_shares(batches)
             if step.check.keeps_columns and not kept_columns:
                 # Wider rows may need another division.
-                limit = step.sizer.limit(plan.batch_size)
-                return self.begin(plan.with_micro_batches(self.divide(limit)))
+                self._rows = self._rows.uncut()
+                step.divide(self)
+                self.begin()
+                return
         if step.statistics is not None:
-            self._sums = step.statistics.of_batch(rows, self._parts, plan)
-        return plan
+            self._sums = step.statistics.of_batch(self._rows, self._parts)
 
-    def _parts_with_shares(self, plan: MicroBatchPlan, batches: Sequence[Any]) -> list[Part | None]:
+    def _make_batches(self) -> list[Any]:
+        return [self._rows.part(micro_batch.rows) for micro_batch in self._step.micro_batches]
+
+    def _parts_with_shares(self, batches: Sequence[Any]) -> list[Part | None]:
         """Return the parts with their shares of the labels, 0 without labels; None for parts that
         only other ranks have.
         """
         step = self._step
-        own = plan.micro_batches
+        own = step.micro_batches
         # Labels of each part without and with the first label of each row.
         candidates = [
             step.labels.candidates(batch, len(micro_batch.rows))
             # After an OOM, this rank has no batches.
             for batch, micro_batch in zip(batches, own, strict=False)
         ]
-        if plan.number > 1:
+        if step.num_micro_batches > 1:
             # The check decides which of the two counts is right.
-            step.check.check(self._rows, own, candidates, num_parts=plan.number)
+            step.check.check(self._rows, own, candidates, num_parts=step.num_micro_batches)
         counts = [step.check.count(*labels) for labels in candidates]
         total: float = sum(counts)
         if step.counts_over_ranks:
@@ -354,15 +344,15 @@ class LabelShares(Weighting[list[Any]]):
             step.check.warn("labels", message, on_each_rank=True)
         # A part without labels runs no loss, but its statistics may count.
         with_labels = [number for number, count in enumerate(counts) if count]
-        parts: list[Part | None] = [None] * plan.number
+        parts: list[Part | None] = [None] * step.num_micro_batches
         for number, (batch, count) in enumerate(zip(batches, counts, strict=True)):
             rows = own[number].rows
             part = Part(batch, len(rows), rows=rows)
             if len(own) > 1 or step.counts_over_ranks:
                 part = part._replace(
                     share=count / total if count else 0.0,
-                    is_first=bool(with_labels) and number == with_labels[0],
-                    is_last=bool(with_labels) and number == with_labels[-1],
+                    is_first=number in with_labels[:1],
+                    is_last=number in with_labels[-1:],
                 )
             parts[number] = part
         return parts
@@ -380,7 +370,7 @@ class LabelShares(Weighting[list[Any]]):
 
     def end(self) -> list[Any]:
         """Return the function's results of the parts with labels."""
-        if distributed.any_of_ranks(self._step.runner.error is not None):
+        if distributed.any_of_ranks(self._step.attempts.error is not None):
             raise OutOfMemoryElsewhereError
         return self._results
 
@@ -417,40 +407,42 @@ class BatchStatistics:
             raise SettingError("statistics", type(statistics).__name__, _STATISTICS_REMEDY)
         return dict(statistics)
 
-    def of_batch(
-        self, rows: BatchSource, parts: Sequence[Part | None], plan: MicroBatchPlan
-    ) -> Mapping[str, Any]:
+    def of_batch(self, rows: BatchSource, parts: Sequence[Part | None]) -> Mapping[str, Any]:
         """Return the sums over the parts of a batch. A collective.
 
         Args:
             rows: rows of the batch.
             parts: parts of the batch, the same number on all ranks; None for parts that only other
                 ranks have.
-            plan: their micro-batches.
 
         Raises:
             OutOfMemoryElsewhereError: a rank ran out of memory; all ranks raise it.
             SettingError: parts have different statistics.
         """
+        step = self._step
         remaining = list(parts)
 
         def forward(_: MicroBatch | None) -> Mapping[str, Any]:
             part = remaining.pop(0)
-            if part is None and self._step.sharding.needs_dummy(is_last=not remaining):
+            if part is None and step.sharding.needs_dummy(is_last=not remaining):
                 part = Part(rows.dummy(), 1, share=0.0)
             return {} if part is None else self.of_part(part)
 
-        restore = self._step.snapshot()
-        results = self._step.run_forward(
-            plan, forward, runner=self._step.runner, evaluates=self.KIND
+        restore = step.snapshot()
+        results = step.run_forward(
+            step.micro_batches,
+            forward,
+            number=step.num_micro_batches,
+            evaluates=self.KIND,
+            attempts=step.attempts,
         )
         restore()
         of_parts = [statistics for micro_batch, statistics in results if micro_batch is not None]
-        if self._step.counts_over_ranks:
+        if step.counts_over_ranks:
             # A gathered tensor would be on the device of the rank that sent it.
             on_host = [_moved(statistics, torch.device("cpu")) for statistics in of_parts]
             of_all_ranks = list(chain(*distributed.all_gather(on_host)))
-            return _moved(self.sum_of(of_all_ranks), self._step.memory.device)
+            return _moved(self.sum_of(of_all_ranks), step.memory.device)
         if not of_parts:
             # This rank runs only dummies, whose loss has weight 0, so any statistics will do.
             of_parts = [statistics for _, statistics in results if statistics][:1]
@@ -467,17 +459,16 @@ class BatchStatistics:
             return {}
         total, *others = statistics
         for other in others:
-            if other.keys() != total.keys():
-                problem = f"{sorted(total)} of one part and {sorted(other)} of another"
+            shapes, other_shapes = _shapes(total), _shapes(other)
+            if shapes != other_shapes:
+                problem = f"shapes {shapes} of one part and {other_shapes} of another"
                 raise SettingError("statistics", problem, _STATISTICS_REMEDY)
-            for name in total:
-                shape = tuple(torch.as_tensor(total[name]).shape)
-                other_shape = tuple(torch.as_tensor(other[name]).shape)
-                if shape != other_shape:
-                    problem = f"{name} of shape {shape} in one part and {other_shape} in another"
-                    raise SettingError("statistics", problem, _STATISTICS_REMEDY)
             total = {name: value + other[name] for name, value in total.items()}
         return total
+
+
+def _shapes(statistics: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(torch.as_tensor(value).shape) for name, value in statistics.items()}
 
 
 def _moved(statistics: Mapping[str, Any], device: torch.device) -> Mapping[str, Any]:
@@ -531,6 +522,8 @@ class AdaptiveStep(PartStep):
         sharding: FSDP or DDP modules of the model.
         sizer: limit of a part.
         is_trial: whether a trial or a check of a split is running instead of training.
+        micro_batches: micro-batches of the last batch on this rank.
+        num_micro_batches: number of micro-batches of the last batch, on the rank with the most.
 
     Raises:
         SettingError: an argument cannot be used.
@@ -591,16 +584,6 @@ class AdaptiveStep(PartStep):
         search.
         """
         return self.sizer.max_batch_size
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        """Micro-batches of the last batch on this rank."""
-        return list(self.plan.micro_batches)
-
-    @property
-    def num_micro_batches(self) -> int:
-        """Number of micro-batches of the last batch, on the rank with the most."""
-        return self.plan.number
 
     # --- a step
 

@@ -433,7 +433,7 @@ class BoundSearch:
             row=stepped.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
             sharding=tried.engine.sharding,
             keep_gradients=keep_gradients,
-            remedies=tried.engine.runner.remedies,
+            remedies=tried.engine.attempts.remedies,
             varying_steps=self._varying_steps if self._fragments else None,
             frozen_modules=tried.frozen_modules,
             leaves_cache=self._leaves_cache,
@@ -496,7 +496,7 @@ class BoundSearch:
         budget = distributed.minimum(self._budget)
         self._log_start()
         # Trials also add to gradients outside of the model: set these aside, and put them back.
-        gradients = SavedGradients({}, lambda: None, engine.own_leaves)
+        gradients = SavedGradients((), lambda: None, engine.own_leaves)
         try:
             # Reading a row of some datasets draws random numbers.
             with RandomState(self._memory.device), ExitStack() as stack:
@@ -520,7 +520,7 @@ class BoundSearch:
             if self._scope.evaluation:
                 row += ", even without gradients,"
             raise DoesNotFitError(
-                f"{row} does not fit in {format_bytes(budget)}; {engine.runner.remedies}"
+                f"{row} does not fit in {format_bytes(budget)}; {engine.attempts.remedies}"
             )
         result = replace(result, resident_bytes=resident_bytes, budget_bytes=budget)
         if self._store is not None and not result.from_cache and distributed.is_rank_zero():

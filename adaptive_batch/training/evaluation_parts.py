@@ -22,7 +22,7 @@ from .options import StepOptions
 from .parts import BatchSource, LabelCounter, SplitBatch, arrays_in, copy_containers
 from .sizing import MicroBatchSizer
 from .splitters import CustomSplit, RowSplitter
-from .step import MicroBatchRunner
+from .step import Attempts
 
 log = logging.getLogger("adaptive_batch")
 
@@ -102,10 +102,9 @@ class EvaluationParts:
         )
         with distributed.alone():
             self._sharding = sharding_of(model)
-        self._runner = MicroBatchRunner(
+        self._attempts = Attempts(
             self.sizer,
-            memory=memory,
-            sharding=self._sharding,
+            memory,
             retries=options.on_out_of_memory == "shrink",
             remedies="shorten the rows, or keep fewer predictions on the device",
         )
@@ -148,9 +147,11 @@ class EvaluationParts:
                 if rows is None:
                     rows = self._rows_of(batch)
                     # The whole batch ran out of memory; the smaller limit depends on its size.
-                    self._runner.suspect_fullest([MicroBatch([*range(rows.num_rows)], rows.width)])
+                    self._attempts.suspect_fullest(
+                        [MicroBatch([*range(rows.num_rows)], rows.width)]
+                    )
 
-            for attempt in self._runner.attempts(undo=undo_attempt, doing="in an evaluation"):
+            for attempt in self._attempts.repeat(undo=undo_attempt, doing="in an evaluation"):
                 with attempt:
                     if rows is None:
                         results = *forward(copy_containers(batch)), [1.0]
@@ -177,7 +178,7 @@ class EvaluationParts:
         metrics.
         """
         parts = split_by_rows(range(rows.num_rows), self.sizer.limit().amount)
-        self._runner.suspect_fullest([MicroBatch([*part], rows.width) for part in parts])
+        self._attempts.suspect_fullest([MicroBatch([*part], rows.width) for part in parts])
         losses, outputs, counts = self._run_each(rows, parts, forward)
         if len(parts) == 1:
             return losses[0], outputs[0], [1.0]

@@ -4,8 +4,9 @@ they were.
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from adaptive_batch._util import one_thread, replaced_for_thread
+from adaptive_batch._util import belongs_to, one_thread
 from adaptive_batch.distributed import whole_tensor
 
 from .model_checks import check_hooks
@@ -28,25 +29,27 @@ class SavedGradients:
     on, both gradients are in memory.
 
     Args:
-        earlier: current gradients of the model's parameters.
+        parameters: parameters of the model, whose current gradients are set aside.
         drop: function that clears the model's gradients.
         own_leaves: function that returns the leaves that the model has.
     """
 
     def __init__(
         self,
-        earlier: Mapping[nn.Parameter, torch.Tensor],
+        parameters: Iterable[nn.Parameter],
         drop: Callable[[], object],
-        own_leaves: Callable[[], Iterable[torch.Tensor | None]],
+        own_leaves: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        self._earlier = earlier
+        self._earlier: dict[nn.Parameter, torch.Tensor] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                self._earlier[parameter] = parameter.grad
+                parameter.grad = None
         self._drop = drop
         self._own_leaves = own_leaves
         # Leaves outside of the model with their earlier gradients, by id; if a reference is dead,
         # another leaf may have its id.
         self._external: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
-        for parameter in earlier:
-            parameter.grad = None
 
     @contextmanager
     def watch_backward(self, *, is_split: bool = False) -> Iterator[None]:
@@ -65,17 +68,21 @@ class SavedGradients:
         name = "_engine_run_backward"
         if not hasattr(torch.autograd, name):
             name = "backward"
+        thread = threading.current_thread()
 
         def set_aside_and_run(roots: Any, *arguments: Any, **options: Any) -> Any:
-            # torch.autograd.grad accumulates nothing.
-            if options.get("accumulate_grad", True):
+            # torch.autograd.grad accumulates nothing, and other threads train other models.
+            if options.get("accumulate_grad", True) and belongs_to(thread):
                 self._set_aside_external(roots, is_split)
             return run_backward(roots, *arguments, **options)
 
         with one_thread:
             run_backward = getattr(torch.autograd, name)
-            with replaced_for_thread(torch.autograd, **{name: set_aside_and_run}):
+            setattr(torch.autograd, name, set_aside_and_run)
+            try:
                 yield
+            finally:
+                setattr(torch.autograd, name, run_backward)
 
     def _set_aside_external(self, roots: Any, is_split: bool) -> None:
         own = set(map(id, self._own_leaves()))

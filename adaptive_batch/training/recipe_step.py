@@ -7,14 +7,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch._util import round_up
 from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
 from adaptive_batch.distributed import local_part
 from adaptive_batch.schedules import NoiseSample, squared_norm
@@ -22,14 +20,7 @@ from adaptive_batch.schedules import NoiseSample, squared_norm
 from .model_checks import evaluation_mode
 from .packing import isolated_rows
 from .sizing import MicroBatchSizer
-from .step import (
-    MicroBatchPlan,
-    MicroBatchRunner,
-    OutOfMemoryElsewhereError,
-    RankReport,
-    Step,
-    Weighting,
-)
+from .step import DUMMY, Attempts, OutOfMemoryElsewhereError, RankReport, Step, Weighting
 from .step_result import StepResult
 
 Row = Any
@@ -41,9 +32,8 @@ REFERENCE = "reference"
 # Key of a batch under which its loss finds the values of the reference.
 REFERENCE_VALUES = "reference_values"
 Result = TypeVar("Result")
-# Minimum number of rows that an evaluation reads at a time.
+# Minimum numbers of rows and of micro-batches that an evaluation reads at a time.
 _ROWS_READ = 256
-# If the limit counts tokens, it reads at least the tokens of this number of micro-batches.
 _MICRO_BATCHES_READ = 4
 
 
@@ -127,7 +117,6 @@ class SmallBatch(NamedTuple):
     label_tokens: Any
     # Squared norm of the gradients of its summed loss.
     squared_norm: Any
-    has_labels: bool
 
 
 class SumThenDivide(Weighting[StepResult]):
@@ -137,11 +126,9 @@ class SumThenDivide(Weighting[StepResult]):
         step: runs them.
         rows: rows of this rank.
         global_rows: rows of all ranks; needed where the loss counts rows.
-        measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
-
-    Attributes:
         reference_values: values of each row from a :class:`RowReference`: `[rows, num_values]`;
             None without one.
+        measures_noise: whether the noise is sampled, see :class:`SmallBatch`.
     """
 
     def __init__(
@@ -150,29 +137,29 @@ class SumThenDivide(Weighting[StepResult]):
         rows: Sequence[Row],
         *,
         global_rows: int,
+        reference_values: torch.Tensor | None,
         measures_noise: bool,
     ) -> None:
         self._step = step
         self._loss = step.loss
         self._rows = rows
-        self.reference_values: torch.Tensor | None = None
+        self._reference_values = reference_values
         self._global_rows = global_rows
         self._measures_noise = measures_noise
-        if not rows:
-            self.stand_in = MicroBatch([0], step.loss.row_length(step.loss.some_row()))
 
     def divide(self, limit: MicroBatchLimit) -> list[MicroBatch]:
         """Divide the rows within a limit."""
         lengths = list(map(self._loss.row_length, self._rows))
         return micro_batches(lengths, limit, self._step.sizer.layout)
 
-    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
+    def begin(self) -> None:
         """Begin an attempt with sums of 0."""
-        assert self._step.scales_gradients or plan.number == 1, (
+        is_split = self._step.num_micro_batches > 1
+        assert self._step.scales_gradients or not is_split, (
             "with the optimizer in backward a step is one micro-batch"
         )
         sizer = self._step.sizer
-        self.reduces_first = self._measures_noise and plan.number > 1
+        self.reduces_first = self._measures_noise and is_split
         # Otherwise the first micro-batch is not a random part of the step.
         assert not self.reduces_first or sizer.layout.keeps_order(sizer.limit())
         self._num_rows = len(self._rows)
@@ -186,7 +173,6 @@ class SumThenDivide(Weighting[StepResult]):
         self._label_tokens = torch.zeros((), dtype=torch.int64)
         self._metrics = dict.fromkeys(self._loss.metrics, self._loss_sum)
         self._small_batch: SmallBatch | None = None
-        return plan
 
     # --- a micro-batch
 
@@ -205,14 +191,14 @@ class SumThenDivide(Weighting[StepResult]):
                 self._run_tokens += run_tokens
                 num_labels = row_loss.count_labels(batch)
                 if num_labels:
-                    if self.reference_values is not None:
-                        batch[REFERENCE_VALUES] = self.reference_values[micro_batch.rows]
+                    if self._reference_values is not None:
+                        batch[REFERENCE_VALUES] = self._reference_values[micro_batch.rows]
                     self._backward(batch, num_labels)
         if not num_labels and distributed.world_size() > 1:
             # The dummy needs labels: the mean over no labels is NaN, and so is 0 times NaN.
             with row_loss.collated([row_loss.some_row()], layout) as batch:
-                if self.reference_values is not None:
-                    batch[REFERENCE_VALUES] = torch.zeros(1, self.reference_values.shape[1])
+                if self._reference_values is not None:
+                    batch[REFERENCE_VALUES] = torch.zeros(1, self._reference_values.shape[1])
                 self._backward(batch, None)
         if self.reduces_first and is_last and self._small_batch is None:
             self._small_batch = self._measure_small_batch()
@@ -297,7 +283,7 @@ class SumThenDivide(Weighting[StepResult]):
         grad_norm = self._step.clip()
         num_micro_batches = self._num_labelled
         if ranks > 1:
-            num_micro_batches = self._step.plan.number if has_labels else 0
+            num_micro_batches = self._step.num_micro_batches if has_labels else 0
         loss, metrics = 0.0, dict.fromkeys(self._loss.metrics, 0.0)
         if has_labels:
             loss, metrics = self._means()
@@ -313,14 +299,14 @@ class SumThenDivide(Weighting[StepResult]):
             metrics=metrics,
             grad_norm=grad_norm,
             noise=noise,
-            stop_requested=self._step.plan.stop_requested,
+            stop_requested=self._step.stop_requested,
         )
 
     def _sum_over_ranks(self) -> bool:
         """Sum counts, loss and metrics over ranks in two small collectives; return whether a rank
         ran out of memory.
         """
-        has_failed = self._step.runner.error is not None
+        has_failed = self._step.attempts.error is not None
         if distributed.world_size() == 1:
             return has_failed
         numbers = [self._num_rows, self._num_tokens, self._run_tokens, int(has_failed)]
@@ -369,29 +355,22 @@ class SumThenDivide(Weighting[StepResult]):
             # Convert to the gradients of a summed loss.
             squared = squared * (self._global_rows / distributed.world_size()) ** 2
         num_rows = 0
-        if self._step.plan.micro_batches:
-            num_rows = len(self._step.plan.micro_batches[0].rows)
-        return SmallBatch(num_rows, self._label_tokens, squared, self._num_labelled > 0)
+        if self._step.micro_batches:
+            num_rows = len(self._step.micro_batches[0].rows)
+        return SmallBatch(num_rows, self._label_tokens, squared)
 
     def _noise(self, small: SmallBatch) -> NoiseSample | None:
         """Return a sample of the noise over all ranks; None if the small batch has no labels, or
         all of them.
         """
         ranks = distributed.world_size()
-        sums: Any = (small.rows, small.label_tokens, small.squared_norm, self._squared_norm())
-        if ranks > 1:
-            device = self._step.memory.device
-            sums = torch.stack(
-                [torch.as_tensor(value, dtype=torch.float64, device=device) for value in sums]
-            )
-            distributed.all_reduce_sum(sums)
-        rows, label_tokens, squared_of_small, squared_of_step = sums
-        if ranks > 1:
-            has_part_of_labels = bool(0 < label_tokens < self._label_tokens)
-        else:
-            # Count micro-batches, since reading the number of labels would wait for the device.
-            has_part_of_labels = small.has_labels and self._num_labelled > 1
-        if not has_part_of_labels:
+        own: Any = (small.rows, small.label_tokens, small.squared_norm, self._squared_norm())
+        # Some devices have no float64. Several ranks send the sums from the device.
+        device = self._step.memory.device if ranks > 1 else None
+        sums = torch.tensor(list(map(float, own)), dtype=torch.float64, device=device)
+        distributed.all_reduce_sum(sums)
+        rows, label_tokens, squared_of_small, squared_of_step = sums.tolist()
+        if not 0 < label_tokens < self._label_tokens:
             return None
         label_ratio = label_tokens / rows * self._num_rows / self._label_tokens
         # The gradients of a summed loss become those of the mean as in end().
@@ -407,82 +386,17 @@ class RowReference:
         values: function that returns the values of a batch on the device: `[rows, num_values]`. It
             may empty the batch.
         num_values: number of values of each row.
-        sizer: limits a micro-batch of the reference.
+        sizer: limits a micro-batch of the reference. More rows fit than in training, since there
+            are no gradients.
     """
 
     values: Callable[[dict[str, Any]], torch.Tensor]
     num_values: int
     sizer: MicroBatchSizer
 
-
-class ReferencePass:
-    """Runs the reference of a loss on all rows of a step before the first micro-batch is trained.
-
-    It has its own micro-batches, since more rows fit without gradients. Random numbers and
-    persistent buffers are restored afterwards.
-
-    Args:
-        step: step that trains the model.
-        reference: values to compute.
-
-    Attributes:
-        sizer: see :class:`RowReference`.
-    """
-
-    def __init__(self, step: RecipeStep, reference: RowReference) -> None:
-        self.sizer = reference.sizer
-        self._step = step
-        self._loss = step.loss
-        self._reference = reference
-        self._runner = step.runner.with_sizer(reference.sizer)
-
-    def of_rows(self, rows: Sequence[Any]) -> torch.Tensor:
-        """Return the values of each row of a step on the device: `[rows, num_values]`. A
-        collective.
-
-        Args:
-            rows: rows of this rank; empty if only other ranks have rows.
-
-        Raises:
-            DoesNotFitError: one row alone ran out of memory.
-            RankLostError: this rank ran out of memory and cannot notify the others.
-        """
-        self.sizer.retry_if_due()
-        restore = self._step.snapshot()
-        results = self._step.evaluate_rows(
-            rows,
-            self._values,
-            runner=self._runner,
-            loss=self._loss,
-            kind=self.sizer.layout.kind,
-            doing="in the reference",
-            evaluates=REFERENCE,
-            undo=restore,
-        )
-        restore()
-        if not results:
-            return self.dummy_values(0)
-        # Micro-batches may have the rows in another order than the step.
-        in_micro_batches = torch.cat([values for _, values in results])
-        numbers = [number for micro_batch, _ in results for number in micro_batch.rows]
-        in_order = torch.empty_like(in_micro_batches)
-        in_order[numbers] = in_micro_batches
-        return in_order
-
-    def dummy_values(self, num_rows: int) -> torch.Tensor:
-        """Return zeros in the shape of :meth:`of_rows`, on the host, for rows of weight 0."""
-        return torch.zeros(num_rows, self._reference.num_values)
-
-    def try_rows(self, rows: Sequence[Any]) -> None:
-        """Run one micro-batch as :meth:`of_rows` does, as a trial."""
-        length = self.sizer.layout.padded(max(map(self._loss.row_length, rows)))
-        with torch.no_grad(), self._step.trial(evaluates=REFERENCE):
-            self._values(rows, length)
-
-    def _values(self, rows: Sequence[Any], length: int) -> torch.Tensor:
-        batch = self._loss.collate(rows, length)
-        self._loss.to_device(batch)
-        return self._reference.values(batch)
+    def zeros(self, num_rows: int) -> torch.Tensor:
+        """Return values on the host for rows of weight 0."""
+        return torch.zeros(num_rows, self.num_values)
 
 
 class RecipeStep(Step):
@@ -500,9 +414,8 @@ class RecipeStep(Step):
         options: other arguments of :class:`Step`.
 
     Attributes:
-        loss: as given.
+        loss, reference: as given.
         scales_gradients: as `scale_gradients`.
-        reference: pass of `reference`, or None.
     """
 
     def __init__(
@@ -523,9 +436,7 @@ class RecipeStep(Step):
         self.loss = loss
         self.scales_gradients = scale_gradients
         self._measures_noise = measures_noise
-        self.reference: ReferencePass | None = None
-        if reference is not None:
-            self.reference = ReferencePass(self, reference)
+        self.reference = reference
 
     def run(
         self,
@@ -551,34 +462,80 @@ class RecipeStep(Step):
         assert not measures_noise or self._measures_noise
         # The losses of rows are divided by their number.
         assert report.num_rows or not self.loss.counts_rows
-        weighting = SumThenDivide(
-            self, rows, global_rows=report.num_rows, measures_noise=measures_noise
-        )
-        plan = self.agree_on_plan(weighting, report)
+        reference_values = None
         if self.reference is not None:
-            weighting.reference_values = self.reference.of_rows(rows)
-        return self.run_step(weighting, plan)
+            reference_values = self._run_reference(self.reference, rows)
+        weighting = SumThenDivide(
+            self,
+            rows,
+            global_rows=report.num_rows,
+            reference_values=reference_values,
+            measures_noise=measures_noise,
+        )
+        return self.run_step(weighting, report)
 
     # --- without gradients
+
+    def _run_reference(self, reference: RowReference, rows: Sequence[Row]) -> torch.Tensor:
+        """Run the reference on all rows of a step before the first micro-batch is trained, and
+        return the values of each row on the device: `[rows, num_values]`. A collective.
+
+        Random numbers and persistent buffers are restored afterwards.
+
+        Args:
+            reference: values to compute.
+            rows: rows of this rank; empty if only other ranks have rows.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: this rank ran out of memory and cannot notify the others.
+        """
+        reference.sizer.retry_if_due()
+        restore = self.snapshot()
+        results = self.evaluate_rows(
+            rows,
+            self._reference_values,
+            attempts=Attempts(reference.sizer, self.memory),
+            loss=self.loss,
+            kind=reference.sizer.layout.kind,
+            doing="in the reference",
+            evaluates=REFERENCE,
+            undo=restore,
+        )
+        restore()
+        if not results:
+            return reference.zeros(0)
+        # Micro-batches may have the rows in another order than the step.
+        in_micro_batches = torch.cat([values for _, values in results])
+        numbers = [number for micro_batch, _ in results for number in micro_batch.rows]
+        in_order = torch.empty_like(in_micro_batches)
+        in_order[numbers] = in_micro_batches
+        return in_order
+
+    def _reference_values(self, rows: Sequence[Row], length: int) -> torch.Tensor:
+        assert self.reference is not None
+        batch = self.loss.collate(rows, length)
+        self.loss.to_device(batch)
+        return self.reference.values(batch)
 
     def evaluate_rows(
         self,
         rows: Sequence[Row],
         forward: Callable[[Sequence[Row], int], Result],
         *,
-        runner: MicroBatchRunner,
+        attempts: Attempts,
         loss: RowLoss,
         kind: str,
         doing: str,
         evaluates: bool | str = True,
         undo: Callable[[], object] = lambda: None,
     ) -> list[tuple[MicroBatch, Result]]:
-        """Run a function on rows without gradients, in micro-batches within the limit of `runner`.
+        """Run a function on rows without gradients, in micro-batches within a limit.
 
         Args:
             rows: rows of this rank; empty if only other ranks have rows.
             forward: ``forward(rows, length)`` runs rows, padded to at least `length` tokens each.
-            runner: runs micro-batches.
+            attempts: repeats the pass after an OOM.
             loss: returns the lengths of rows, and the dummy of a rank that has fewer micro-batches.
             kind: kind of the layout of micro-batches.
             doing: phrase for the error of a lost rank.
@@ -594,18 +551,15 @@ class RecipeStep(Step):
         """
         # Use the time model of training, by which the layout avoids larger micro-batches that are
         # slower because of more padding.
-        layout = runner.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
+        layout = attempts.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
-        stand_in = MicroBatch([], 0)
-        dummies: list[Row] = []
-        if distributed.world_size() > 1:
-            dummies = [loss.some_row()]
-            stand_in = MicroBatch([0], layout.padded(loss.row_length(dummies[0])))
+        has_dummies = distributed.world_size() > 1
+        dummies = [loss.some_row()] if has_dummies else []
 
         @torch.no_grad()
         def run_one(micro_batch: MicroBatch | None) -> Result:
             if micro_batch is None:
-                return forward(dummies, stand_in.length)
+                return forward(dummies, layout.padded(loss.row_length(dummies[0])))
             return forward([rows[number] for number in micro_batch.rows], micro_batch.length)
 
         def undo_attempt() -> None:
@@ -613,12 +567,16 @@ class RecipeStep(Step):
             undo()
 
         with self.compiling():
-            for attempt in runner.attempts(undo=undo_attempt, doing=doing):
+            for attempt in attempts.repeat(undo=undo_attempt, doing=doing):
                 with attempt:
-                    own = micro_batches(lengths, runner.sizer.limit(), layout)
-                    plan = MicroBatchPlan().with_micro_batches(own)
+                    own = micro_batches(lengths, attempts.sizer.limit(), layout)
+                    attempts.suspect_fullest(own or [DUMMY])
                     results = self.run_forward(
-                        plan, run_one, runner=runner, evaluates=evaluates, stand_in=stand_in
+                        own,
+                        run_one,
+                        number=distributed.maximum(len(own)),
+                        evaluates=evaluates,
+                        attempts=attempts,
                     )
         return [(micro_batch, result) for micro_batch, result in results if micro_batch is not None]
 
@@ -639,7 +597,7 @@ class RecipeStep(Step):
                 self.try_rows([row], is_last=is_last)
             self.try_evaluation([row])
             if self.reference is not None:
-                self.reference.try_rows([row])
+                self.try_reference([row])
 
         self.record_collectives(run_trials, MicroBatch([0], self.loss.row_length(row)))
 
@@ -648,15 +606,22 @@ class RecipeStep(Step):
         # The batch stays alive until the micro-batch has ended, as in training.
         with self.trial(is_last=is_last), self.loss.collated(rows, self.sizer.layout) as batch:
             if self.reference is not None:
-                batch[REFERENCE_VALUES] = self.reference.dummy_values(len(rows))
+                batch[REFERENCE_VALUES] = self.reference.zeros(len(rows))
             loss, num_labels = self.loss.loss_and_labels(batch)
             # The operations of SumThenDivide._backward(); the values do not matter.
             if self.scales_gradients and not self.loss.counts_rows:
                 loss = loss * num_labels
             loss.backward()  # type: ignore[no-untyped-call]
 
+    def try_reference(self, rows: Sequence[Row]) -> None:
+        """Run one micro-batch of the reference as a trial."""
+        assert self.reference is not None
+        length = self.reference.sizer.layout.padded(max(map(self.loss.row_length, rows)))
+        with torch.no_grad(), self.trial(evaluates=REFERENCE):
+            self._reference_values(rows, length)
+
     def try_evaluation(self, rows: Sequence[Row]) -> None:
-        """Run one micro-batch without gradients as a trial."""
+        """Run one micro-batch of :meth:`evaluate` as a trial."""
         collated = self.loss.collated(rows, self.sizer.layout)
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
             mean, num_labels = self.loss.loss_and_labels(batch)
@@ -688,12 +653,6 @@ class Evaluator:
         self._step = step
         self._evaluation_loss = loss
         self._sizer = sizer
-        self._runner = step.runner.with_sizer(sizer)
-
-    @property
-    def limit(self) -> MicroBatchLimit:
-        """Current limit of a micro-batch."""
-        return self._sizer.limit()
 
     def run(self, rows: Iterable[Any]) -> float:
         """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
@@ -718,7 +677,7 @@ class Evaluator:
                 results = self._step.evaluate_rows(
                     chunk,
                     self._sum_losses,
-                    runner=self._runner,
+                    attempts=Attempts(self._sizer, self._step.memory),
                     loss=self._evaluation_loss,
                     kind=kind,
                     doing="in validation",
@@ -750,17 +709,15 @@ class Evaluator:
             return (mean * num_labels).item(), int(num_labels)
 
     def _read(self, unread: Iterator[Any]) -> list[Any]:
-        """Read at least `_ROWS_READ` rows, in whole micro-batches if the limit counts rows; fewer
-        at the end.
+        """Read at least `_ROWS_READ` rows and the rows of `_MICRO_BATCHES_READ` micro-batches;
+        fewer at the end.
         """
-        amount = self.limit.amount
-        if self.limit.unit == "rows":
-            return list(islice(unread, round_up(_ROWS_READ, amount)))
+        limit = self._sizer.limit()
         rows = []
-        tokens = 0
+        amount = 0
         for row in unread:
             rows.append(row)
-            tokens += self._evaluation_loss.row_length(row)
-            if len(rows) >= _ROWS_READ and tokens >= _MICRO_BATCHES_READ * amount:
+            amount += self._evaluation_loss.row_length(row) if limit.unit == "tokens" else 1
+            if len(rows) >= _ROWS_READ and amount >= _MICRO_BATCHES_READ * limit.amount:
                 break
         return rows

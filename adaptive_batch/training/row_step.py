@@ -231,12 +231,10 @@ class RowStep(PartStep):
         num_parts = len(with_labels)
         num_labels: float = sum(labels for _, labels in with_labels)
         loss = 0.0
-        if num_parts == 1:
-            loss = float(with_labels[0][0])
-        elif with_labels:
+        if with_labels:
             loss = float(torch.stack([loss_of_part for loss_of_part, _ in with_labels]).sum())
         num_tokens = sum(step_rows.lengths)
-        run_tokens = sum(micro_batch.run_tokens for micro_batch in self.plan.micro_batches)
+        run_tokens = sum(micro_batch.run_tokens for micro_batch in self.micro_batches)
         ranks = distributed.world_size()
         if ranks > 1:
             # Shares are relative to the mean number of labels of a rank, so the losses of all ranks
@@ -246,7 +244,7 @@ class RowStep(PartStep):
                 sum(of_ranks) for of_ranks in zip(*distributed.all_gather(own), strict=True)
             )
             # All ranks ran the same number of parts, some of them as dummies.
-            num_parts = self.plan.number if num_labels else 0
+            num_parts = self.num_micro_batches if num_labels else 0
             if not num_labels:
                 self.drop_gradients()
         if not num_labels and not self._warned_unlabelled:

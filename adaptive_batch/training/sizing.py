@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from adaptive_batch._util import (
     check_state,
     count,
     from_json,
+    replaced,
     rows_fit,
 )
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
@@ -20,9 +21,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import DeviceMemory, wanted_bytes
 from adaptive_batch.probe import ProbeResult, Throughput
 
-# If the device has more than this multiple of its bytes at the OOM, another program has freed
-# memory.
-_FREED = 1.02
 # A restart after a lost rank costs more than a repeated step, so the former limit is retried 2**3
 # times as late.
 _FAILED_TRIES_AFTER_LOST_RANK = 3
@@ -109,7 +107,7 @@ class OOMPolicy:
 
     Attributes:
         grow_after: number of steps without an OOM before a retry. Each retry that fails within this
-            number of steps doubles the wait, unless the device has more memory than at the OOM.
+            number of steps doubles the wait.
     """
 
     grow_after: int = 5
@@ -209,8 +207,6 @@ class MicroBatchSizer:
         self._good_steps = self._grow_after
         # Consecutive failed tries of the former limit.
         self._failed_tries = 0
-        # Bytes that the device had at the OOM; 0 if unknown.
-        self._total_bytes = 0
 
     # --- what may run at once ---------------------------------------------------------------------
 
@@ -260,15 +256,9 @@ class MicroBatchSizer:
         is_auto = "auto" in (self.micro_batch_size, self.micro_batch_tokens)
         return is_auto and not self.tried_length
 
-    @contextmanager
-    def trying(self, layout: MicroBatchLayout) -> Iterator[None]:
-        """Context manager: use another layout, as for a timed trial."""
-        former = self.layout
-        self.layout = layout
-        try:
-            yield
-        finally:
-            self.layout = former
+    def trying(self, layout: MicroBatchLayout) -> AbstractContextManager[None]:
+        """Return a context that uses another layout, as for a timed trial."""
+        return replaced(self, layout=layout)
 
     # --- searches ---------------------------------------------------------------------------------
 
@@ -348,22 +338,11 @@ class MicroBatchSizer:
         self._good_steps += 1
 
     @property
-    def _available_bytes(self) -> int:
-        room = None if self._memory is None else self._memory.room()
-        return 0 if room is None else room.total_bytes
-
-    @property
     def retry_is_due(self) -> bool:
         """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
-        if self._lowered is None or self._good_steps < self._grow_after:
+        if self._lowered is None or self._good_steps < self._steps_before_retry:
             return False
-        if self.limit().amount == self.limit(is_lowered=False).amount:
-            return False
-        if self._good_steps >= self._steps_before_retry:
-            return True
-        # Retry earlier if another program has freed memory since the OOM.
-        is_known = self._total_bytes > 0
-        return is_known and self._available_bytes > _FREED * self._total_bytes
+        return self.limit().amount != self.limit(is_lowered=False).amount
 
     @property
     def _steps_before_retry(self) -> int:
@@ -398,13 +377,10 @@ class MicroBatchSizer:
         self.num_out_of_memory += 1
         if self._lowered is None:
             # The former limit was being retried. If it failed soon, the next retry is later.
-            if self._good_steps < self._steps_before_retry:
-                self._failed_tries += 1
-            else:
-                self._failed_tries = 0
+            failed_soon = self._good_steps < self._steps_before_retry
+            self._failed_tries = self._failed_tries + 1 if failed_soon else 0
         self._lowered = limit
         self._good_steps = 0
-        self._total_bytes = self._available_bytes
         self._on_change(LimitChange(before, limit, rows, length, error, ranks, noun=self.noun))
         now = self.limit()
         assert now.amount <= limit.amount, f"lowered to {limit}, and the limit is {now}"
@@ -440,7 +416,6 @@ class MicroBatchSizer:
             "lowered": self._lowered and asdict(self._lowered),
             "good_steps": self._good_steps,
             "failed_tries": self._failed_tries,
-            "total_bytes": self._total_bytes,
         }
 
     def load_search(self, state: Mapping[str, Any]) -> None:
@@ -478,7 +453,6 @@ class MicroBatchSizer:
             self._lowered = MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]
         self._failed_tries = state["failed_tries"]
-        self._total_bytes = state["total_bytes"]
 
 
 def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cached_property
 from itertools import zip_longest
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -22,7 +21,7 @@ from torch import nn
 from adaptive_batch import distributed
 from adaptive_batch._util import count
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLimit
-from adaptive_batch.distributed import Sharding, sharding_of
+from adaptive_batch.distributed import Replicas, Sharding, sharding_of
 from adaptive_batch.errors import (
     MEMORY_REMEDIES,
     AdaptiveBatchError,
@@ -44,29 +43,10 @@ from .model_checks import Compilations, check_hooks, is_compiled, optimizers_wai
 from .sizing import MicroBatchSizer, ShrinkRequest
 
 _ABSENT = "nothing"
+# Micro-batch to name in an error if this rank has none and runs a row of weight 0.
+DUMMY = MicroBatch([0], 0)
 
 Result = TypeVar("Result")
-
-
-class MicroBatchPlan(NamedTuple):
-    """Micro-batches of a step that all ranks have agreed on.
-
-    Attributes:
-        micro_batches: micro-batches of this rank.
-        number: largest number of micro-batches on any rank; all ranks run this number.
-        batch_size: argument of :meth:`MicroBatchSizer.limit`.
-        stop_requested: whether any rank was requested to stop before the step.
-    """
-
-    micro_batches: Sequence[MicroBatch] = ()
-    number: int = 0
-    batch_size: int = NO_LIMIT
-    stop_requested: bool = False
-
-    def with_micro_batches(self, micro_batches: Sequence[MicroBatch]) -> MicroBatchPlan:
-        """Return the plan with other micro-batches. A collective."""
-        (number,) = distributed.all_reduce_max([len(micro_batches)])
-        return self._replace(micro_batches=micro_batches, number=number)
 
 
 class RankReport(NamedTuple):
@@ -120,15 +100,13 @@ class Weighting(ABC, Generic[Result]):
     """The rows of a step on this rank, and the weights of their losses in the step's gradients.
 
     A step calls :meth:`divide`, :meth:`begin`, :meth:`run` for each micro-batch, and :meth:`end`.
-    After an OOM it calls :meth:`drop` and begins again.
+    After an OOM it calls :meth:`drop`, divides the rows within a smaller limit, and begins again.
 
     Attributes:
-        stand_in: micro-batch to name in an error if this rank has none.
         reduces_first: whether gradients are also reduced after the first micro-batch; set by
             :meth:`begin`.
     """
 
-    stand_in = MicroBatch([0], 1)
     reduces_first = False
 
     @abstractmethod
@@ -136,17 +114,15 @@ class Weighting(ABC, Generic[Result]):
         """Divide the rows within a limit."""
 
     @abstractmethod
-    def begin(self, plan: MicroBatchPlan) -> MicroBatchPlan:
-        """Prepare an attempt before its first backward; return the plan to run, which may be
-        another one.
-        """
+    def begin(self) -> None:
+        """Prepare an attempt at the step's micro-batches before their first backward."""
 
     @abstractmethod
     def run(self, micro_batch: MicroBatch | None, is_last: bool, /) -> None:
         """Run forward and backward of a micro-batch.
 
         Args:
-            micro_batch: next micro-batch of the plan; None for a dummy of weight 0 on a rank that
+            micro_batch: next micro-batch of the step; None for a dummy of weight 0 on a rank that
                 has fewer.
             is_last: whether its gradients are reduced over ranks.
         """
@@ -167,64 +143,53 @@ class OutOfMemoryElsewhereError(torch.OutOfMemoryError):
     """Another rank ran out of memory in the attempt that all ranks made."""
 
 
-class MicroBatchRunner:
-    """Runs micro-batches; after an OOM undoes them and runs smaller ones.
+class Attempts:
+    """Repeats a pass over rows that ran out of memory, each time with a smaller limit.
 
     Args:
         sizer: limits a micro-batch.
         memory: memory of the device.
-        sharding: FSDP modules of the model.
         retries: whether an attempt is repeated; False raises the out-of-memory error.
         remedies: end of the message that one row does not fit.
         is_of_training: whether `sizer` limits training. If this rank is lost, a restart then begins
             with the smaller limit.
 
     Attributes:
+        sizer, remedies, retries: as given.
         suspect: micro-batch to blame for an OOM, whose size gives the smaller limit: the one that
             is running; before the first and after the last one, the fullest.
-        retries: as given.
-        num_failures: failed attempts of the current step.
+        num_failures: failed attempts of the current pass.
         error: message of an OOM of this rank in the current attempt; None without one.
     """
 
     def __init__(
         self,
         sizer: MicroBatchSizer,
-        *,
         memory: DeviceMemory,
-        sharding: Sharding,
+        *,
         retries: bool = True,
         remedies: str = MEMORY_REMEDIES,
-        is_of_training: bool = True,
+        is_of_training: bool = False,
     ) -> None:
         self.sizer = sizer
-        self.memory = memory
+        self.retries = retries
         self.remedies = remedies
         self.suspect = MicroBatch([], 0)
-        self.retries = retries
-        self._sharding = sharding
-        self._is_of_training = is_of_training
         self.num_failures = 0
         self.error: str | None = None
-        self._has_succeeded = False
+        self._memory = memory
+        self._is_of_training = is_of_training
+        self._has_failed = False
 
-    def with_sizer(self, sizer: MicroBatchSizer) -> MicroBatchRunner:
-        """Return a runner for the same model with another limit than training's."""
-        return MicroBatchRunner(
-            sizer, memory=self.memory, sharding=self._sharding, is_of_training=False
-        )
-
-    def attempts(
+    def repeat(
         self, *, undo: Callable[[], object], doing: str
     ) -> Iterator[AbstractContextManager[None]]:
         """Yield a context for each attempt. After an OOM inside it, undo the attempt, lower the
         limit, and yield again::
 
-            for attempt in runner.attempts(undo=undo, doing="in a step"):
+            for attempt in attempts.repeat(undo=undo, doing="in a step"):
                 with attempt:
                     ...
-
-        On several ranks, micro-batches run inside by :meth:`run`.
 
         Args:
             undo: function that undoes a failed attempt.
@@ -237,38 +202,43 @@ class MicroBatchRunner:
         self.num_failures = 0
         while True:
             self.error = None
-            self._has_succeeded = False
-            # The context sets _has_succeeded.
-            yield self._attempt(doing)
-            if self._has_succeeded:
+            self._has_failed = False
+            # The context sets _has_failed.
+            yield self.attempt(doing)
+            if not self._has_failed:
                 self.sizer.after_attempt()
                 return
             try:
                 undo()
-                recover(self.memory)
+                recover(self._memory)
             except Exception as error:
                 if distributed.world_size() == 1 or not is_out_of_memory(error):
                     raise
-                raise self.lost(error, "as an attempt was undone") from error
+                raise self._lost(error, "as an attempt was undone") from error
             self._shrink()
 
     @contextmanager
-    def _attempt(self, doing: str) -> Iterator[None]:
-        """Context manager for an attempt: record an OOM, so that :meth:`attempts` retries."""
+    def attempt(self, doing: str) -> Iterator[None]:
+        """Context manager that records an OOM in `error` instead of raising it. On several ranks,
+        only :meth:`Step.run_micro_batches` may run out of memory in it.
+
+        Raises:
+            RankLostError: this rank ran out of memory elsewhere and cannot notify the others.
+        """
         try:
             yield
-            self._has_succeeded = True
         except OutOfMemoryElsewhereError:
-            # Each rank that ran out of memory has recorded its own error in run().
-            pass
+            # Each rank that ran out of memory has already recorded its own error.
+            self._has_failed = True
         except Exception as error:
-            if isinstance(error, RankLostError) or not is_out_of_memory(error):
+            if isinstance(error, AdaptiveBatchError) or not is_out_of_memory(error):
                 raise
-            # An OOM that is not recorded in run(): the other ranks wait for this one.
+            # The other ranks wait for this one.
             if distributed.world_size() > 1:
-                raise self.lost(error, doing) from error
+                raise self._lost(error, doing) from error
             if not self.retries:
                 raise
+            self._has_failed = True
             # The text alone: the error keeps the tensors of the failed forward alive.
             self.error = _message(error)
 
@@ -278,93 +248,7 @@ class MicroBatchRunner:
         if len(micro_batches) > 1:
             self.suspect = self.sizer.limit().fullest(micro_batches)
 
-    def prepare(self, make: Callable[[], Result]) -> Result | None:
-        """Call a function before the first micro-batch, and return its result; None after an OOM.
-
-        After an OOM, :meth:`run` runs only the collectives, so that other ranks finish the
-        attempt.
-        """
-        try:
-            return make()
-        except Exception as error:
-            can_continue = self.retries and self._sharding.can_skip
-            if not (can_continue and is_out_of_memory(error)):
-                raise
-            self.error = _message(error)
-        # Outside of the except block, in which the error keeps the failed call's tensors alive.
-        recover(self.memory)
-        return None
-
-    def run(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        run_one: Callable[[MicroBatch | None, bool], object],
-        *,
-        context_options: Sequence[Mapping[str, Any]],
-        stand_in: MicroBatch,
-        free: Callable[[], object],
-        context: Callable[..., AbstractContextManager[object]] | None = None,
-    ) -> None:
-        """Run micro-batches one after the other; after an OOM, only the collectives of the rest.
-
-        Args:
-            micro_batches: micro-batches of this rank.
-            run_one: ``run_one(micro_batch, is_last)`` runs one of them, or a dummy if it is None.
-            context_options: arguments of `context` for each micro-batch, the same number on all
-                ranks. A rank with fewer micro-batches runs dummies last.
-            stand_in: micro-batch to name in an error if this rank has none.
-            free: function that frees the tensors of a failed micro-batch.
-            context: function that returns the context of a micro-batch; None for
-                :meth:`Sharding.micro_batch`.
-        """
-        context = context or self._sharding.micro_batch
-        self.suspect_fullest(micro_batches or [stand_in])
-        fullest = self.suspect
-        for number, (micro_batch, options) in enumerate(
-            zip_longest(micro_batches, context_options)
-        ):
-            # Only a micro-batch with a backward has this option.
-            is_last = options.get("is_last", False)
-            # If ranks wait for each other in this backward, it runs on all of them or on none.
-            has_waiting_ranks = is_last and self._sharding.reduces_in_backward
-            if has_waiting_ranks and distributed.any_of_ranks(self.error is not None):
-                break
-            if self.error is not None:
-                # This rank has failed, but the other ranks wait in its collectives.
-                self._sharding.run_dummy_collectives(**options)
-                continue
-            if micro_batch is not None:
-                self.suspect = micro_batch
-            try:
-                with context(**options):
-                    run_one(micro_batch, is_last)
-            except Exception as error:
-                if not self._can_finish(error, context_options[number + 1 :]):
-                    raise
-                self.error = _message(error)
-            # Outside of the except block, in which the error keeps the forward's tensors alive.
-            if self.error is not None:
-                free()
-                recover(self.memory)
-                self._sharding.finish()
-        if self.error is None:
-            # An OOM may come after the last micro-batch, as losses are summed.
-            self.suspect = fullest
-
-    def _can_finish(self, error: Exception, options: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether this rank can finish the collectives of a micro-batch that failed, and
-        those of the following ones, so that other ranks can finish the attempt.
-
-        Args:
-            error: error of the micro-batch.
-            options: context options of the following micro-batches.
-        """
-        if distributed.world_size() == 1 or not self.retries or not is_out_of_memory(error):
-            return False
-        can_run_following = all(self._sharding.has_recorded(**each) for each in options)
-        return self._sharding.can_finish and can_run_following
-
-    def lost(self, error: BaseException, doing: str) -> RankLostError:
+    def _lost(self, error: BaseException, doing: str) -> RankLostError:
         """Build the error of a rank that ran out of memory and cannot notify the others. Its facts
         contain the limit for a restart.
         """
@@ -379,7 +263,7 @@ class MicroBatchRunner:
                 facts |= {"limit": smaller_limit.amount, "unit": smaller_limit.unit}
         size = f"{count(request.rows, self.sizer.noun)} of {count(request.length, 'token')}"
         return RankLostError(
-            f"{self.memory.device} ran out of memory {doing}, with {size} at once:"
+            f"{self._memory.device} ran out of memory {doing}, with {size} at once:"
             f" {message.splitlines()[0]}; the other ranks wait in a collective, so all ranks end;"
             f" {remedy}",
             facts,
@@ -398,7 +282,7 @@ class MicroBatchRunner:
             if request is None:
                 continue
             if request.limit is None:
-                place = f"rank {rank}" if distributed.world_size() > 1 else str(self.memory.device)
+                place = f"rank {rank}" if distributed.world_size() > 1 else str(self._memory.device)
                 tokens = f" of {count(request.length, 'token')}" if request.length else ""
                 raise DoesNotFitError(
                     f"one {self.sizer.noun}{tokens} ran out of memory on {place}, alone in its"
@@ -428,12 +312,14 @@ class Step:
 
     Attributes:
         model, sizer, memory, sharding: as given.
-        runner: runs micro-batches.
+        attempts: repeats a step after an OOM.
+        micro_batches: micro-batches of the last attempt at a step, on this rank.
+        num_micro_batches: largest number of micro-batches on any rank, which all ranks run.
+        stop_requested: whether any rank was requested to stop before the step.
+        saved_gradients: gradients of earlier batches while a step runs.
+        is_trial: whether a trial is running.
         largest_size: size of the largest micro-batch since the allocator's cache was last emptied,
             in tokens; in rows if lengths are unknown.
-        is_trial: whether a trial is running.
-        saved_gradients: gradients of earlier batches while a step runs.
-        plan: micro-batches of the last attempt at a step.
     """
 
     def __init__(
@@ -453,15 +339,18 @@ class Step:
             next(model.parameters()).device, shared_by=distributed.local_world_size()
         )
         self.sharding = sharding or sharding_of(model)
-        self.runner = MicroBatchRunner(
-            sizer, memory=self.memory, sharding=self.sharding, retries=retries, remedies=remedies
+        self.attempts = Attempts(
+            sizer, self.memory, retries=retries, remedies=remedies, is_of_training=True
         )
+        self.micro_batches: list[MicroBatch] = []
+        self.num_micro_batches = 0
+        self.stop_requested = False
+        self.saved_gradients = SavedGradients((), self.drop_gradients, self.own_leaves)
+        self.is_trial = False
         self.largest_size = 0
+        self._batch_size = NO_LIMIT
         self._is_compiled = is_compiled(model)
         self._max_grad_norm = max_grad_norm
-        self.is_trial = False
-        self.saved_gradients = SavedGradients({}, self.drop_gradients, self.own_leaves)
-        self.plan = MicroBatchPlan()
         # Only persistent buffers outlive a forward.
         self._persistent_buffers = [
             (module, name)
@@ -472,112 +361,79 @@ class Step:
 
     # --- training
 
-    def run_step(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
+    def run_step(self, weighting: Weighting[Result], report: RankReport) -> Result:
         """Run the micro-batches of a step and add to the gradients of earlier batches. After an
-        OOM, run smaller micro-batches.
+        OOM, run smaller micro-batches. A collective.
 
         Args:
             weighting: rows of this rank.
-            plan: plan that :meth:`agree_on_plan` returned.
+            report: report of this rank to the others.
 
         Returns:
             The result of the weighting.
 
         Raises:
             DoesNotFitError: one row alone ran out of memory.
+            GrowthFunctionError: ranks have different batches.
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
+        self._agree(weighting, report)
         self.saved_gradients = saved = self.save_gradients()
-        self.sharding.begin_step()
+        if isinstance(self.sharding, Replicas):
+            self.sharding.begin_step()
         restore = self.snapshot()
 
         def undo() -> None:
             weighting.drop()
             saved.drop_new()
             restore()
-            # MicroBatchRunner empties the allocator's cache next, see `largest_size`.
+            # The allocator's cache is emptied next, see `largest_size`.
             self.largest_size = 0
 
         try:
             with self.compiling():
-                for attempt in self.runner.attempts(undo=undo, doing="in a step"):
+                for attempt in self.attempts.repeat(undo=undo, doing="in a step"):
                     with attempt:
-                        if self.runner.num_failures:
-                            limit = self.sizer.limit(plan.batch_size)
-                            plan = plan.with_micro_batches(weighting.divide(limit))
-                        result = self._run_plan(weighting, plan)
+                        if self.attempts.num_failures:
+                            self.divide(weighting)
+                        result = self._run_attempt(weighting)
         except BaseException as error:
             saved.put_back()
             # A script may repeat the rows after its own error.
             if not isinstance(error, RankLostError):
                 restore()
             raise
-        try:
-            self.sharding.reduce_gradients()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self.runner.lost(error, "as gradients were reduced") from error
+        if isinstance(self.sharding, Replicas):
+            with self.attempts.attempt("as gradients were reduced"):
+                self.sharding.reduce_gradients()
         saved.add_up()
         return result
 
-    def _run_plan(self, weighting: Weighting[Result], plan: MicroBatchPlan) -> Result:
-        """Run the micro-batches of a plan once."""
-        self.plan = plan
-        # An OOM may come before the first micro-batch.
-        self.runner.suspect_fullest(plan.micro_batches or [weighting.stand_in])
-        if self.sharding.is_sharded:
-            # A forward of the user's own validation leaves parameters gathered.
-            self.sharding.reset()
-        is_split = plan.number > 1
-        if is_split:
-            check_hooks(self.own_leaves())
-        optimizers = optimizers_wait() if is_split else nullcontext()
-        with optimizers, self.saved_gradients.watch_backward(is_split=is_split):
-            self.plan = plan = weighting.begin(plan)
-            largest_size = max(map(attrgetter("size"), plan.micro_batches), default=0)
-            if largest_size > self.largest_size:
-                self.largest_size = largest_size
-                self.memory.make_room_for_larger()
-            reducing = {plan.number - 1}
-            if weighting.reduces_first:
-                reducing.add(0)
-            self.runner.run(
-                plan.micro_batches,
-                weighting.run,
-                context_options=[{"is_last": number in reducing} for number in range(plan.number)],
-                stand_in=weighting.stand_in,
-                free=self.drop_gradients,
-            )
-            return weighting.end()
-
-    def agree_on_plan(self, weighting: Weighting[Any], report: RankReport) -> MicroBatchPlan:
-        """Agree with all ranks on the micro-batches of a step, in one small collective. Retry
-        the former limit if it is due on all of them.
-
-        Args:
-            weighting: rows of this rank.
-            report: report of this rank.
+    def _agree(self, weighting: Weighting[Any], report: RankReport) -> None:
+        """Divide the rows of a step, and agree with all ranks on the number of micro-batches, in
+        one small collective. Retry the former limit if it is due on all of them.
 
         Raises:
             GrowthFunctionError: ranks have different batches.
         """
         sizer = self.sizer
-        micro_batches = weighting.divide(sizer.limit(report.batch_size))
+        self._batch_size = report.batch_size
+        self.micro_batches = weighting.divide(sizer.limit(report.batch_size))
         # The maximum of -x over ranks is minus the minimum of x, so one collective returns both.
-        numbers = [
-            int(not sizer.retry_is_due),
-            int(report.stop_requested),
-            report.requested,
-            -report.requested,
-            report.num_rows,
-            -report.num_rows,
-            len(micro_batches),
-        ]
-        agreed = distributed.all_reduce_max(numbers)
-        some_wait, stop, max_requested, minus_min_requested, max_rows, minus_min_rows, number = (
-            agreed
+        agreed = distributed.all_reduce_max(
+            [
+                len(self.micro_batches),
+                int(report.stop_requested),
+                int(not sizer.retry_is_due),
+                report.requested,
+                -report.requested,
+                report.num_rows,
+                -report.num_rows,
+            ]
         )
+        self.attempts.suspect_fullest(self.micro_batches or [DUMMY])
+        self.num_micro_batches, stop, some_wait, max_requested, minus_min_requested = agreed[:5]
+        max_rows, minus_min_rows = agreed[5:]
         if max_requested != -minus_min_requested or max_rows != -minus_min_rows:
             raise_if_answers_differ(
                 {
@@ -585,32 +441,137 @@ class Step:
                     "the number of rows of the next step": report.num_rows,
                 }
             )
-        plan = MicroBatchPlan(micro_batches, number, report.batch_size, bool(stop))
-        if some_wait:
-            return plan
-        sizer.retry_former_limit()
-        return plan.with_micro_batches(weighting.divide(sizer.limit(report.batch_size)))
+        self.stop_requested = bool(stop)
+        if not some_wait:
+            sizer.retry_former_limit()
+            self.divide(weighting)
+
+    def divide(self, weighting: Weighting[Any]) -> None:
+        """Divide the rows of a step within the current limit. A collective."""
+        self.micro_batches = weighting.divide(self.sizer.limit(self._batch_size))
+        self.num_micro_batches = distributed.maximum(len(self.micro_batches))
+        self.attempts.suspect_fullest(self.micro_batches or [DUMMY])
+
+    def _run_attempt(self, weighting: Weighting[Result]) -> Result:
+        """Run the micro-batches of a step once."""
+        if self.sharding.is_sharded:
+            # A forward of the user's own validation leaves parameters gathered.
+            self.sharding.reset()
+        is_split = self.num_micro_batches > 1
+        if is_split:
+            check_hooks(self.own_leaves())
+        optimizers = optimizers_wait() if is_split else nullcontext()
+        with optimizers, self.saved_gradients.watch_backward(is_split=is_split):
+            weighting.begin()
+            largest_size = max(map(attrgetter("size"), self.micro_batches), default=0)
+            if largest_size > self.largest_size:
+                self.largest_size = largest_size
+                self.memory.make_room_for_larger()
+            reducing = {self.num_micro_batches - 1}
+            if weighting.reduces_first:
+                reducing.add(0)
+            self.run_micro_batches(
+                self.micro_batches,
+                weighting.run,
+                reduces=[number in reducing for number in range(self.num_micro_batches)],
+            )
+            return weighting.end()
+
+    def prepare(self, make: Callable[[], Result]) -> Result | None:
+        """Call a function before the first micro-batch of a step, and return its result; None after
+        an OOM if this rank can still run the collectives of the step.
+        """
+        try:
+            return make()
+        except Exception as error:
+            can_continue = self.attempts.retries and self.sharding.can_skip
+            if not (can_continue and is_out_of_memory(error)):
+                raise
+            self.attempts.error = _message(error)
+        # Outside of the except block, in which the error keeps the failed call's tensors alive.
+        recover(self.memory)
+        return None
+
+    def run_micro_batches(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        run_one: Callable[[MicroBatch | None, bool], object],
+        *,
+        reduces: Sequence[bool],
+        evaluates: bool | str = False,
+        attempts: Attempts | None = None,
+    ) -> None:
+        """Run micro-batches one after the other; after an OOM, only the collectives of the rest.
+
+        Args:
+            micro_batches: micro-batches of this rank.
+            run_one: ``run_one(micro_batch, is_last)`` runs one of them, or a dummy if it is None.
+            reduces: whether each micro-batch reduces gradients, the same on all ranks. A rank with
+                fewer micro-batches runs dummies last.
+            evaluates: kind of micro-batch, which identifies its collectives, see
+                :meth:`Sharding.micro_batch`.
+            attempts: records an OOM; None for the attempts of the step.
+        """
+        attempts = attempts or self.attempts
+        sharding = self.sharding
+        fullest = attempts.suspect
+        reduces_in_backward = sharding.reduces_in_backward and not (evaluates or self.is_trial)
+        for number, (micro_batch, is_last) in enumerate(zip_longest(micro_batches, reduces)):
+            # If ranks wait for each other in this backward, it runs on all of them or on none.
+            has_waiting_ranks = is_last and reduces_in_backward
+            if has_waiting_ranks and distributed.any_of_ranks(attempts.error is not None):
+                break
+            if attempts.error is not None:
+                # This rank has failed, but the other ranks wait in its collectives.
+                sharding.run_dummy_collectives(is_last=is_last, evaluates=evaluates)
+                continue
+            if micro_batch is not None:
+                attempts.suspect = micro_batch
+            try:
+                with sharding.micro_batch(
+                    is_last=is_last, evaluates=evaluates, is_trial=self.is_trial
+                ):
+                    run_one(micro_batch, is_last)
+            except Exception as error:
+                # The other ranks wait in the collectives of this micro-batch and those that follow.
+                can_finish = distributed.world_size() > 1 and sharding.can_finish
+                can_finish &= all(
+                    sharding.has_recorded(is_last=following, evaluates=evaluates)
+                    for following in reduces[number + 1 :]
+                )
+                if not (can_finish and attempts.retries and is_out_of_memory(error)):
+                    raise
+                attempts.error = _message(error)
+            # Outside of the except block, in which the error keeps the forward's tensors alive.
+            if attempts.error is not None:
+                if evaluates:
+                    sharding.reset()
+                else:
+                    self.saved_gradients.drop_new()
+                recover(self.memory)
+                sharding.finish()
+        if attempts.error is None:
+            # An OOM may come after the last micro-batch, as losses are summed.
+            attempts.suspect = fullest
 
     # --- without gradients
 
     def run_forward(
         self,
-        plan: MicroBatchPlan,
+        micro_batches: Sequence[MicroBatch],
         forward: Callable[[MicroBatch | None], Result],
         *,
-        runner: MicroBatchRunner,
+        number: int,
         evaluates: bool | str,
-        stand_in: MicroBatch | None = None,
+        attempts: Attempts,
     ) -> list[tuple[MicroBatch | None, Result]]:
-        """Run the micro-batches of a plan once without gradients.
+        """Run micro-batches once without gradients.
 
         Args:
-            plan: micro-batches, the same number on all ranks.
+            micro_batches: micro-batches of this rank.
             forward: function that runs a micro-batch without gradients; None is a dummy.
-            runner: runs them.
-            evaluates: kind of micro-batch, which identifies its collectives, see
-                :meth:`Sharding.micro_batch`.
-            stand_in: micro-batch to name in an error if this rank has none.
+            number: largest number of micro-batches on any rank.
+            evaluates, attempts: see :meth:`run_micro_batches`.
 
         Returns:
             Each micro-batch with the function's result.
@@ -623,14 +584,11 @@ class Step:
         def run_one(micro_batch: MicroBatch | None, _: bool) -> None:
             results.append((micro_batch, forward(micro_batch)))
 
-        runner.run(
-            plan.micro_batches,
-            run_one,
-            context_options=[{"evaluates": evaluates}] * plan.number,
-            stand_in=stand_in or MicroBatch([0], 1),
-            free=self.sharding.reset,
+        reduces = [False] * number
+        self.run_micro_batches(
+            micro_batches, run_one, reduces=reduces, evaluates=evaluates, attempts=attempts
         )
-        if distributed.any_of_ranks(runner.error is not None):
+        if distributed.any_of_ranks(attempts.error is not None):
             raise OutOfMemoryElsewhereError
         return results
 
@@ -664,8 +622,8 @@ class Step:
         Raises:
             RankLostError: out of memory.
         """
-        self.runner.suspect_fullest([row])
-        try:
+        self.attempts.suspect_fullest([row])
+        with self.attempts.attempt("with a single row"):
             restore = self.snapshot()
             saved = self.save_gradients()
             try:
@@ -674,10 +632,6 @@ class Step:
             finally:
                 saved.put_back()
                 restore()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            raise self.runner.lost(error, "with a single row") from error
 
     def run_trials(
         self,
@@ -699,42 +653,35 @@ class Step:
             RankLostError: this rank ran out of memory and cannot notify the others.
         """
         # A sizer of its own: an OOM of a trial must not lower the limit of training.
-        runner = self.runner.with_sizer(MicroBatchSizer())
-        drop_gradients = self.saved_gradients.drop_new
+        attempts = Attempts(MicroBatchSizer(), self.memory)
+        attempts.suspect = rows
         restore = self.snapshot()
         remaining = iter(trials)
-        has_failed = False
 
-        # The runner only counts micro-batches here: each call runs the next trial.
+        # Micro-batches are only counted here: each call runs the next trial.
         def run_next_trial(_: MicroBatch | None, is_last: bool) -> None:
             try:
                 next(remaining)()
             finally:
                 restore()
 
+        self.is_trial = True
         try:
-            runner.run(
-                [rows] * len(trials),
-                run_next_trial,
-                context_options=[{"evaluates": evaluates}] * len(trials),
-                stand_in=rows,
-                free=drop_gradients,
-                context=self.trial,
-            )
-        except Exception as error:
-            if isinstance(error, AdaptiveBatchError) or not is_out_of_memory(error):
-                raise
-            # The runner has recorded an OOM after which this rank could finish the collectives.
-            # After this one it could not.
-            if distributed.world_size() > 1:
-                raise runner.lost(error, doing) from error
-            has_failed = True
+            with attempts.attempt(doing):
+                self.run_micro_batches(
+                    [rows] * len(trials),
+                    run_next_trial,
+                    reduces=[True] * len(trials),
+                    evaluates=evaluates,
+                    attempts=attempts,
+                )
         finally:
-            drop_gradients()
-        if has_failed:
+            self.is_trial = False
+            self.saved_gradients.drop_new()
+        if attempts.error is not None:
             # Outside of the except block, in which the error keeps the forward's tensors alive.
             recover(self.memory)
-        return not distributed.any_of_ranks(has_failed or runner.error is not None)
+        return not distributed.any_of_ranks(attempts.error is not None)
 
     # --- state before an attempt
 
@@ -759,32 +706,22 @@ class Step:
 
         return restore
 
-    @cached_property
-    def _parameters_of_modules(self) -> list[dict[str, nn.Parameter | None]]:
-        """Parameters of each module at the first step.
-
-        Each step reads all gradients; walking through the modules takes three times as long.
-        """
-        return [module._parameters for module in self.model.modules() if module._parameters]
-
-    def own_leaves(self) -> Iterator[torch.Tensor | None]:
+    def own_leaves(self) -> Iterator[torch.Tensor]:
         """Yield the leaves of the model, unsharded parameters included."""
-        for parameters in self._parameters_of_modules:
-            yield from parameters.values()
+        yield from self.model.parameters()
         yield from self.sharding.unsharded_parameters()
 
     def gradients(self) -> dict[nn.Parameter, torch.Tensor]:
         """Return the current gradients of the model by parameter."""
         return {
             parameter: parameter.grad
-            for parameters in self._parameters_of_modules
-            for parameter in parameters.values()
-            if parameter is not None and parameter.grad is not None
+            for parameter in self.model.parameters()
+            if parameter.grad is not None
         }
 
     def save_gradients(self) -> SavedGradients:
         """Move the current gradients, those of earlier batches, out of the parameters."""
-        return SavedGradients(self.gradients(), self.drop_gradients, self.own_leaves)
+        return SavedGradients(self.model.parameters(), self.drop_gradients, self.own_leaves)
 
     def clip(self) -> torch.Tensor | None:
         """Clip the gradients as configured; return the norm before clipping."""

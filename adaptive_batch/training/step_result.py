@@ -14,8 +14,13 @@ from adaptive_batch.schedules import NoiseSample, Progress
 
 PLACE_OF_STEP = ("step", "epoch", "position", "rows", "asked", "seconds")
 
-
-ON_NONFINITE_LOSS = ("warn", "stop", "skip")
+# Consequence of a step that is not finite, by the value of `on_nonfinite_loss`.
+_CONSEQUENCES = {
+    "warn": "it is taken; see on_nonfinite_loss",
+    "stop": "on_nonfinite_loss=stop ends training",
+    "skip": "it is skipped: weights and optimizer do not change",
+}
+ON_NONFINITE_LOSS = tuple(_CONSEQUENCES)
 
 
 class StepResult(NamedTuple):
@@ -181,7 +186,7 @@ class NonfiniteSteps:
         *,
         event: Callable[..., object],
         is_taken: bool = False,
-        remedy: Callable[[], str] | None = None,
+        remedy: Callable[[], str] = lambda: "lower the learning rate, or skip such steps",
     ) -> None:
         self._policy = policy
         self._drop_gradients = drop_gradients
@@ -214,20 +219,13 @@ class NonfiniteSteps:
             return False
         self._num_in_a_row += 1
         self._num_since_counted += 1
-        in_a_row = ""
-        if self._num_in_a_row > 1:
-            in_a_row = f" ({self._num_in_a_row} steps in a row)"
-        message = f"step {step}: {problem}{in_a_row}, lr {lr:g}{self._last_finite}"
-        if self._policy == "skip":
-            consequence = "it is skipped: weights and optimizer do not change"
-        elif self._is_taken:
-            consequence = "on_nonfinite_loss=stop would end training"
-        else:
-            consequence = "on_nonfinite_loss=skip or stop would not take it"
+        message = (
+            f"step {step}: {problem}, lr {lr:g}{self._last_finite}; {_CONSEQUENCES[self._policy]}"
+        )
         is_first_or_hundredth = self._num_in_a_row == 1 or self._num_in_a_row % 100 == 0
         self._event(
             "nonfinite_loss",
-            f"{message}; {consequence}",
+            message,
             # The error of "stop" is printed instead.
             prints=is_first_or_hundredth and self._policy != "stop",
             step=step,
@@ -239,11 +237,9 @@ class NonfiniteSteps:
         self._drop_gradients()
         if self._policy == "skip":
             return True
-        state = " before this step is taken"
         if self._is_taken:
-            state = "; the weights have been stepped by it"
-        remedy = f"; {self._remedy()}" if self._remedy else ""
-        raise NonfiniteLossError(f"{message}; on_nonfinite_loss=stop ends training{state}{remedy}")
+            message += "; the weights have been stepped by it"
+        raise NonfiniteLossError(f"{message}; {self._remedy()}")
 
     def end_epoch(self, progress: Progress) -> None:
         """Log the number of steps of an epoch that were not finite.

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adaptive_batch._util import replaced
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import LimitChange
-from adaptive_batch.training.step import MicroBatchRunner
+from adaptive_batch.training.step import Attempts
 
 PHASES = ("forward", "backward", "around them")
 
@@ -58,19 +58,19 @@ class RunsOutAt(OutOfMemoryMode):
         super().__init__()
         self._operations = iter(operations)
         self._on_attempt = on_attempt
-        self._attempts = MicroBatchRunner.attempts
+        self._repeat = Attempts.repeat
         self._in_forward = False
         self.failed_in: list[str] = []
 
     def __enter__(self) -> Any:
-        def attempts(runner: MicroBatchRunner, **arguments: Any) -> Iterator[Any]:
-            return map(self._counted, self._attempts(runner, **arguments))
+        def repeat(attempts: Attempts, **arguments: Any) -> Iterator[Any]:
+            return map(self._counted, self._repeat(attempts, **arguments))
 
-        MicroBatchRunner.attempts = attempts  # type: ignore[method-assign]
+        Attempts.repeat = repeat  # type: ignore[method-assign]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        MicroBatchRunner.attempts = self._attempts  # type: ignore[method-assign]
+        Attempts.repeat = self._repeat  # type: ignore[method-assign]
         super().__exit__(*error)
 
     @contextmanager

@@ -145,9 +145,9 @@ class _Runner(SmallRunner):
         with replaced(weighting, end=noted_end):
             return super().run_step(weighting, report)
 
-    def _run_plan(self, weighting: Any, plan: Any) -> Any:
+    def _run_attempt(self, weighting: Any) -> Any:
         with replaced(self, doing="between"):
-            return super()._run_plan(weighting, plan)
+            return super()._run_attempt(weighting)
 
     def clip(self) -> torch.Tensor | None:
         with replaced(self, doing="clipping"):

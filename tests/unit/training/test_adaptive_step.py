@@ -653,7 +653,7 @@ def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
     [
         ("token_mean", lambda page, part: 3.0, "statistics='float': return a mapping"),
         ("token_mean", lambda page, part: {f"of {part.num_rows}": 1}, "of one part and"),
-        ("token_mean", lambda page, part: {"loss": torch.ones(part.num_rows)}, "loss of shape"),
+        ("token_mean", lambda page, part: {"loss": torch.ones(part.num_rows)}, "of one part and"),
         ("distill", means, "so a split would train something else"),
     ],
 )
@@ -687,13 +687,13 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
         return {"rows": remember(part, torch.ones(()) * part.num_rows)}
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=4, statistics=statistics)
-    shrink = step.runner._shrink
+    shrink = step.attempts._shrink
 
     def note_alive():
         alive.append([reference() is not None for reference in made])
         shrink()
 
-    monkeypatch.setattr(step.runner, "_shrink", note_alive)
+    monkeypatch.setattr(step.attempts, "_shrink", note_alive)
     step({"x": torch.randn(8, 4)})
     assert trained == [4, 4, 2, 2, 2, 2]
     assert alive == [[False] * 3]

@@ -234,9 +234,8 @@ class Validated:
             on_change=self.changes_in_training.append,
             **settings,
         )
-        self.evaluator = Evaluator(
-            self.engine, self.engine.loss, HeldSizer(capacity, on_change=self.changes.append)
-        )
+        self.sizer = HeldSizer(capacity, on_change=self.changes.append)
+        self.evaluator = Evaluator(self.engine, self.engine.loss, self.sizer)
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -312,7 +311,7 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     before = validated.modes()
     validated.too_large = lambda tokens: tokens.shape[0] > 2
     assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
-    assert validated.evaluator.limit == after
+    assert validated.sizer.limit() == after
     assert [change.grows for change in validated.changes] == [False, False]
     assert (validated.engine.sizer.limit(), validated.changes_in_training) == (
         MicroBatchLimit(8),
