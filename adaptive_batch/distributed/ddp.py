@@ -97,14 +97,6 @@ class Replicas(Sharding):
         """True unless the failed micro-batch reduced gradients, for which other ranks wait."""
         return not self._is_reducing
 
-    @property
-    def can_skip(self) -> bool:
-        """True: other ranks do not wait for a micro-batch."""
-        return True
-
-    def run_dummy_collectives(self, *, is_last: bool = True, evaluates: bool | str = False) -> None:
-        """Do nothing: micro-batches have no collectives."""
-
     def begin_step(self) -> None:
         """Broadcast the buffers of rank 0, as DDP does before each forward."""
         # A hook may have been registered since the last step.

@@ -135,12 +135,8 @@ class Sharding:
         """True if this rank can run the collectives of a micro-batch without running the
         micro-batch.
         """
-        return (
-            self.is_sharded
-            and self._finishes
-            and self.has_recorded(is_last=False)
-            and self.has_recorded(is_last=True)
-        )
+        has_recorded = self.has_recorded(is_last=False) and self.has_recorded(is_last=True)
+        return self._finishes and has_recorded
 
     def has_recorded(self, *, is_last: bool = True, evaluates: bool | str = False) -> bool:
         """Return whether a micro-batch of this kind has run, as :meth:`run_dummy_collectives`

@@ -15,7 +15,6 @@ from adaptive_batch.distributed import Sharding, local_part
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.memory import OptimizerInBackward, RandomState, is_out_of_memory
 from adaptive_batch.training import (
-    Evaluator,
     MicroBatchSizer,
     RecipeStep,
     RowLoss,
@@ -349,7 +348,7 @@ class Validation:
         sizer = engine.sizer.for_other_pass(
             "validation_limit", settings.validation_batch_size, data.layout_val
         )
-        self._evaluator = Evaluator(engine, data.loss_val(engine.loss), sizer)
+        self._evaluate = partial(engine.evaluate, loss=data.loss_val(engine.loss), sizer=sizer)
 
     def run_where_due(self, step: int) -> None:
         """Log the mean loss over the label tokens of the rows if the step interval has passed.
@@ -364,5 +363,5 @@ class Validation:
         rank_rows = range(first, self._num_rows, distributed.data_parallel_size())
         # Restores the random state of training afterwards.
         with RandomState(self._job.device):
-            loss = self._evaluator.run(self._data.dataset_val[row] for row in rank_rows)
+            loss = self._evaluate(self._data.dataset_val[row] for row in rank_rows)
         self._log.validation(loss, rows=self._num_rows, step=step)

@@ -22,7 +22,6 @@ from .rate import AdaptiveRate
 from .recipe_step import (
     REFERENCE,
     REFERENCE_VALUES,
-    Evaluator,
     RecipeStep,
     RowLoss,
     RowReference,
@@ -50,7 +49,6 @@ __all__ = [
     "BoundSearch",
     "Evaluation",
     "EvaluationParts",
-    "Evaluator",
     "FullBatchLoss",
     "LimitChange",
     "LongestRows",

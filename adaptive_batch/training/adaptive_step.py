@@ -310,7 +310,7 @@ class LabelShares(Weighting[list[Any]]):
             if step.check.keeps_columns and not kept_columns:
                 # Wider rows may need another division.
                 self._rows = self._rows.uncut()
-                step.divide(self)
+                step.divide_rows(self)
                 self.begin()
                 return
         if step.statistics is not None:

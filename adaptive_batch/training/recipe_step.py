@@ -476,6 +476,58 @@ class RecipeStep(Step):
 
     # --- without gradients
 
+    def evaluate(self, rows: Iterable[Row], *, loss: RowLoss, sizer: MicroBatchSizer) -> float:
+        """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
+
+        Several ranks evaluate their own rows, in the same number of micro-batches.
+
+        Args:
+            rows: rows of this rank.
+            loss: makes the batches; the loss of training computes their means.
+            sizer: limits a micro-batch.
+
+        Raises:
+            DoesNotFitError: one row alone ran out of memory.
+            RankLostError: this rank ran out of memory and cannot notify the others.
+        """
+        layout = self.sizer.layout
+        attempts = Attempts(sizer, self.memory)
+        loss_sum = 0.0
+        label_tokens = 0
+
+        def sum_losses(rows: Sequence[Row], length: int) -> tuple[float, int]:
+            """Return the sum of the token losses of a micro-batch, and its label tokens."""
+            with loss.collated(rows, layout, length) as batch:
+                # On several ranks, others wait for the collectives of this micro-batch.
+                if distributed.world_size() == 1 and not self.loss.count_labels(batch):
+                    return 0.0, 0
+                mean, num_labels = self.loss.loss_and_labels(batch)
+                if not num_labels:
+                    return 0.0, 0
+                return (mean * num_labels).item(), int(num_labels)
+
+        sizer.retry_if_due()
+        with evaluation_mode(self.model):
+            unread = iter(rows)
+            chunk = _read(unread, loss, sizer.limit())
+            while distributed.any_of_ranks(bool(chunk)):
+                results = self.evaluate_rows(
+                    chunk,
+                    sum_losses,
+                    attempts=attempts,
+                    loss=loss,
+                    kind="padded" if loss.pack is None else layout.kind,
+                    doing="in validation",
+                )
+                # Sum each chunk first: one running sum would round differently.
+                loss_sum += sum(loss for _, (loss, _) in results)
+                label_tokens += sum(labels for _, (_, labels) in results)
+                chunk = _read(unread, loss, sizer.limit())
+        by_rank = distributed.all_gather((loss_sum, label_tokens))
+        total_loss = sum(loss for loss, _ in by_rank)
+        total_labels = sum(labels for _, labels in by_rank)
+        return total_loss / total_labels if total_labels else float("nan")
+
     def _run_reference(self, reference: RowReference, rows: Sequence[Row]) -> torch.Tensor:
         """Run the reference on all rows of a step before the first micro-batch is trained, and
         return the values of each row on the device: `[rows, num_values]`. A collective.
@@ -626,7 +678,7 @@ class RecipeStep(Step):
         with collated as batch, torch.no_grad(), self.trial(evaluates=True):
             mean, num_labels = self.loss.loss_and_labels(batch)
             if num_labels:
-                # Wait for the device, as an Evaluator does.
+                # Wait for the device, as evaluate() does.
                 (mean * num_labels).item()
 
     def keep_gradients(self, rows: Sequence[Row]) -> None:
@@ -638,86 +690,15 @@ class RecipeStep(Step):
         self.try_rows(rows, is_last=False)
 
 
-class Evaluator:
-    """Computes the mean loss of rows over their label tokens, with a limit of its own.
-
-    Several ranks evaluate their own rows, in the same number of micro-batches.
-
-    Args:
-        step: step that trains the model and computes the loss of a batch.
-        loss: makes batches of the rows of the evaluation.
-        sizer: limits a micro-batch of the evaluation.
+def _read(unread: Iterator[Row], loss: RowLoss, limit: MicroBatchLimit) -> list[Row]:
+    """Read at least `_ROWS_READ` rows and the rows of `_MICRO_BATCHES_READ` micro-batches; fewer at
+    the end.
     """
-
-    def __init__(self, step: RecipeStep, loss: RowLoss, sizer: MicroBatchSizer) -> None:
-        self._step = step
-        self._evaluation_loss = loss
-        self._sizer = sizer
-
-    def run(self, rows: Iterable[Any]) -> float:
-        """Return the mean loss over the label tokens of the `rows` of all ranks; NaN without any.
-
-        Args:
-            rows: rows of this rank.
-
-        Raises:
-            DoesNotFitError: one row alone ran out of memory.
-            RankLostError: this rank ran out of memory and cannot notify the others.
-        """
-        loss_sum = 0.0
-        label_tokens = 0
-        kind = "padded"
-        if self._evaluation_loss.pack is not None:
-            kind = self._step.sizer.layout.kind
-        self._sizer.retry_if_due()
-        with evaluation_mode(self._step.model):
-            unread = iter(rows)
-            chunk = self._read(unread)
-            while distributed.any_of_ranks(bool(chunk)):
-                results = self._step.evaluate_rows(
-                    chunk,
-                    self._sum_losses,
-                    attempts=Attempts(self._sizer, self._step.memory),
-                    loss=self._evaluation_loss,
-                    kind=kind,
-                    doing="in validation",
-                )
-                # Sum each chunk first: one running sum would round differently.
-                loss_sum += sum(loss for _, (loss, _) in results)
-                label_tokens += sum(labels for _, (_, labels) in results)
-                chunk = self._read(unread)
-        by_rank = distributed.all_gather((loss_sum, label_tokens))
-        total_loss = sum(loss for loss, _ in by_rank)
-        total_labels = sum(labels for _, labels in by_rank)
-        if not total_labels:
-            return float("nan")
-        return total_loss / total_labels
-
-    def _sum_losses(self, rows: Sequence[Row], length: int) -> tuple[float, int]:
-        """Return the sum of the token losses of a micro-batch, and its label tokens.
-
-        A single rank does not run a micro-batch without labels.
-        """
-        # The evaluation's own loss only makes the batch; that of training computes its mean.
-        training_loss = self._step.loss
-        with self._evaluation_loss.collated(rows, self._step.sizer.layout, length) as batch:
-            if distributed.world_size() == 1 and not training_loss.count_labels(batch):
-                return 0.0, 0
-            mean, num_labels = training_loss.loss_and_labels(batch)
-            if not num_labels:
-                return 0.0, 0
-            return (mean * num_labels).item(), int(num_labels)
-
-    def _read(self, unread: Iterator[Any]) -> list[Any]:
-        """Read at least `_ROWS_READ` rows and the rows of `_MICRO_BATCHES_READ` micro-batches;
-        fewer at the end.
-        """
-        limit = self._sizer.limit()
-        rows = []
-        amount = 0
-        for row in unread:
-            rows.append(row)
-            amount += self._evaluation_loss.row_length(row) if limit.unit == "tokens" else 1
-            if len(rows) >= _ROWS_READ and amount >= _MICRO_BATCHES_READ * limit.amount:
-                break
-        return rows
+    rows = []
+    amount = 0
+    for row in unread:
+        rows.append(row)
+        amount += loss.row_length(row) if limit.unit == "tokens" else 1
+        if len(rows) >= _ROWS_READ and amount >= _MICRO_BATCHES_READ * limit.amount:
+            break
+    return rows

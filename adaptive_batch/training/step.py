@@ -395,7 +395,7 @@ class Step:
                 for attempt in self.attempts.repeat(undo=undo, doing="in a step"):
                     with attempt:
                         if self.attempts.num_failures:
-                            self.divide(weighting)
+                            self.divide_rows(weighting)
                         result = self._run_attempt(weighting)
         except BaseException as error:
             saved.put_back()
@@ -444,9 +444,9 @@ class Step:
         self.stop_requested = bool(stop)
         if not some_wait:
             sizer.retry_former_limit()
-            self.divide(weighting)
+            self.divide_rows(weighting)
 
-    def divide(self, weighting: Weighting[Any]) -> None:
+    def divide_rows(self, weighting: Weighting[Any]) -> None:
         """Divide the rows of a step within the current limit. A collective."""
         self.micro_batches = weighting.divide(self.sizer.limit(self._batch_size))
         self.num_micro_batches = distributed.maximum(len(self.micro_batches))
@@ -484,8 +484,8 @@ class Step:
         try:
             return make()
         except Exception as error:
-            can_continue = self.attempts.retries and self.sharding.can_skip
-            if not (can_continue and is_out_of_memory(error)):
+            can_continue = distributed.world_size() > 1 and self.sharding.can_skip
+            if not (can_continue and self.attempts.retries and is_out_of_memory(error)):
                 raise
             self.attempts.error = _message(error)
         # Outside of the except block, in which the error keeps the failed call's tensors alive.

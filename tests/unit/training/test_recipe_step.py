@@ -13,7 +13,6 @@ from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Decoder, Layer, co
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, split_by_rows
-from adaptive_batch.training import Evaluator
 
 
 class Causal(nn.Module):
@@ -235,7 +234,9 @@ class Validated:
             **settings,
         )
         self.sizer = HeldSizer(capacity, on_change=self.changes.append)
-        self.evaluator = Evaluator(self.engine, self.engine.loss, self.sizer)
+
+    def run(self, rows):
+        return self.engine.evaluate(rows, loss=self.engine.loss, sizer=self.sizer)
 
     def mean_loss(self, batch):
         self.shapes_run.append(tuple(batch["tokens"].shape))
@@ -266,7 +267,7 @@ def mean_of_label_tokens(model, batch):
 @examples(60)
 def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
     validated = Validated(capacity)
-    found = validated.evaluator.run(iter(batch))
+    found = validated.run(iter(batch))
     assert found == pytest.approx(
         mean_of_label_tokens(validated.model, batch), rel=1e-12, nan_ok=True
     )
@@ -277,7 +278,7 @@ def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, ca
 )
 def test_without_labels_the_loss_is_nan_and_nothing_is_run(batch):
     validated = Validated()
-    assert math.isnan(validated.evaluator.run(batch))
+    assert math.isnan(validated.run(batch))
     assert validated.shapes_run == []
 
 
@@ -291,7 +292,7 @@ def test_each_module_is_put_back_after_an_error(error):
 
     validated.too_large = fail
     with pytest.raises(type(error)) as caught:
-        validated.evaluator.run([row(5)])
+        validated.run([row(5)])
     assert caught.value is error
     assert validated.modes() == before
 
@@ -306,11 +307,11 @@ def test_each_module_is_put_back_after_an_error(error):
 )
 def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, after):
     batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
-    expected = Validated(capacity).evaluator.run(batch)
+    expected = Validated(capacity).run(batch)
     validated = Validated(capacity)
     before = validated.modes()
     validated.too_large = lambda tokens: tokens.shape[0] > 2
-    assert validated.evaluator.run(batch) == pytest.approx(expected, rel=1e-12)
+    assert validated.run(batch) == pytest.approx(expected, rel=1e-12)
     assert validated.sizer.limit() == after
     assert [change.grows for change in validated.changes] == [False, False]
     assert (validated.engine.sizer.limit(), validated.changes_in_training) == (
@@ -319,5 +320,5 @@ def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, a
     )
     assert validated.modes() == before
     validated.shapes_run.clear()
-    validated.evaluator.run(batch)
+    validated.run(batch)
     assert {shape[0] for shape in validated.shapes_run} == {2}
