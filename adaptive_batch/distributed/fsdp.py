@@ -240,9 +240,6 @@ def reshard(model: nn.Module) -> None:
     The optimizer does not know unsharded parameters, and FSDP frees their memory while references
     exist.
     """
-    if not distributed.has_group():
-        # No parameters are sharded; skip the walk over all modules, which is slow.
-        return
     for module in _fsdp_modules(model):
         module.reshard()
 

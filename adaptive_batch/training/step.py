@@ -1,6 +1,15 @@
 """The engine: ranks agree on the micro-batches of a step and run them; after an OOM all ranks run
 the step again with a smaller limit.
 
+One step is these calls::
+
+    Step.run_step                    ranks agree, gradients of earlier batches are set aside
+        Attempts.repeat              repeats the rest after an OOM
+            Weighting.begin          makes the parts of a batch and their weights
+            Step.run_micro_batches   runs Weighting.run for each micro-batch
+            Weighting.end            gives the result
+        SavedGradients.add_up        adds the gradients to those of earlier batches
+
 The failed attempt is undone first, so that the retry leaves the same bits as a step that had the
 smaller limit from the start. Either all ranks fail an attempt or none does: a rank that had enough
 memory raises :class:`OutOfMemoryElsewhereError`.
