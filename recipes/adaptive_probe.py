@@ -13,8 +13,6 @@ from omegaconf import DictConfig
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import format_bytes
-from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import (
     Data,
     Job,
@@ -36,12 +34,9 @@ def say(text: str) -> None:
         print(text)
 
 
-def probe(cfg: DictConfig) -> list[ProbeResult]:
-    """Set up training, and search once per sequence length.
-
-    Returns:
-        One result for each of ``probe.sequence_lengths``. Without that key, one for
-        ``probe.sequence_length``.
+def probe(cfg: DictConfig) -> None:
+    """Set up training, and search once for each of ``probe.sequence_lengths`` or, without that key,
+    for ``probe.sequence_length``.
 
     Raises:
         SettingError: a setting is invalid; no weights have been loaded yet.
@@ -61,28 +56,12 @@ def probe(cfg: DictConfig) -> list[ProbeResult]:
     trainer = Trainer.load(job, data, store.weights, data.new_sizer())
     trainer.check_layout()
     store.load_optimizer(trainer)
-    results = []
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):
         result = limit_finder.search_training(trainer, length=length)
         say(f"\n{result.table()}\n")
-        results.append(result)
-    if len(results) > 1:
-        say(summary(results))
     if trainer.reference_sizer is not None:
-        batch_size = results[-1].batch_size
-        reference_result = limit_finder.search_reference(trainer, batch_size=batch_size)
+        reference_result = limit_finder.search_reference(trainer, batch_size=result.batch_size)
         say(f"\nreference model, without gradients:\n{reference_result.table()}")
-    return results
-
-
-def summary(results: list[ProbeResult]) -> str:
-    """Format one aligned line per length."""
-    lines = [f"{'length':>7} {'max_batch_size':>15} {'tokens':>8} {'peak':>10}"]
-    for result in results:
-        tokens = result.max_batch_size * result.sequence_length
-        peak = format_bytes(result.peak_bytes() or 0)
-        lines.append(f"{result.sequence_length:>7} {result.bound:>15} {tokens:>8} {peak:>10}")
-    return "\n".join(lines)
 
 
 def recipe_main(cfg: DictConfig) -> None:

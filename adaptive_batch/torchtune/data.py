@@ -310,9 +310,7 @@ class Data:
     def _num_tokens_in_pack(self, row: Mapping[str, Any]) -> int:
         """Return the number of tokens of a packed row up to its padding, which is at the end."""
         positions = (row["tokens"] != self._pack_padding_id).nonzero()
-        if not len(positions):
-            return 0
-        return int(positions[-1]) + 1
+        return int(positions[-1]) + 1 if len(positions) else 0
 
     # --- checks
 
@@ -469,27 +467,13 @@ def _dataset(job: Job, key: str, tokenizer: Any) -> tuple[Any, bool]:
 def _built(key: str, block: DictConfig, tokenizer: Any) -> Any:
     """Build the dataset of one block; raise SettingError if it is empty or not map-style."""
     name = _names(block)
-    remedy = "check its source and arguments"
-    if block.get("streaming", False):
-        remedy += ", and set streaming=False"
-    with refusing(key, name, remedy):
-        try:
-            dataset = config.instantiate(block, tokenizer)
-        except StopIteration:
-            # `datasets` raises it for an empty file. count_rows() refuses the empty dataset.
-            dataset = []
+    with refusing(key, name, "check its source and arguments"):
+        dataset = config.instantiate(block, tokenizer)
         count_rows(dataset, key=key, name=name)
     return dataset
 
 
 def _names(cfg_dataset: Any) -> str:
-    """Return the names of datasets for errors: their sources for torchtune's components, and the
-    components otherwise.
-    """
+    """Return the names of datasets for errors: their sources, or their components without one."""
     blocks = cfg_dataset if isinstance(cfg_dataset, ListConfig) else [cfg_dataset]
-    names = []
-    for block in blocks:
-        component = str(block.get("_component_"))
-        source = block.get("source") if component.startswith("torchtune.") else None
-        names.append(str(source or component))
-    return ", ".join(names)
+    return ", ".join(str(block.get("source") or block.get("_component_")) for block in blocks)

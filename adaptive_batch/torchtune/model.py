@@ -35,7 +35,7 @@ from adaptive_batch.checkpoint import parameter_name
 from adaptive_batch.errors import SettingError
 
 from .checks import has_tensor_parallelism
-from .configuration import component_of, instantiate, one_line, refusing
+from .configuration import component_of, instantiate, refusing
 from .model_files import ModelFiles
 
 
@@ -296,13 +296,8 @@ def build_without_weights(
     tied = _tied_modules(model)
     if tp_size > 1:
         plan = instantiate("tensor_parallel_plan", cfg.tensor_parallel_plan)
-        try:
+        with refusing("tensor_parallel_dim", tp_size, "give a divisor of the numbers of heads"):
             model = training.prepare_mha_for_tp(model, mesh["tp"])
-        except ValueError as error:
-            # The number of heads, or of key and value heads, is not a multiple of tp_size.
-            raise SettingError(
-                "tensor_parallel_dim", tp_size, f"{one_line(error)} Give a divisor of both"
-            ) from error
         with refusing("tensor_parallel_plan", cfg.tensor_parallel_plan._component_):
             _refuse_sharding_tied(plan, tied, tp_size)
             parallelize_module(model, mesh["tp"], parallelize_plan=plan)

@@ -232,8 +232,6 @@ class TrainingPreview:
             notes.append(f"{len(stages) - 2 * SHOWN:,} stages between these are not shown")
             stages = [*stages[:SHOWN], *stages[-SHOWN:]]
             ends = [*ends[:SHOWN], *ends[-SHOWN:]]
-        if settings.lr_clock == "steps" and self._job.cfg.get("lr_scheduler", None):
-            notes.append(f"the schedule of the learning rate ends at step {plan.schedule_steps:,}")
         if batches.plan.is_estimate:
             notes.append(
                 "the schedule follows what training measures: this is what comes if nothing new is"

@@ -288,13 +288,6 @@ def test_a_terminal_shows_an_error_in_one_line(small):
     assert "Traceback" not in finished.output
 
 
-def test_rows_that_cannot_be_parsed_are_not_blamed_on_streaming(small, tmp_path):
-    rows = tmp_path / "rows.json"
-    rows.write_text('[{"prompt": "a"')
-    with pytest.raises(SettingError, match=r"check its source and arguments$"):
-        small.run_in_process(OURS, "dataset.source=json", f"dataset.data_files={rows}")
-
-
 def test_weights_of_another_family_are_refused_as_they_are_read(small):
     with pytest.raises(SettingError, match=r"cannot be read as weights of LLAMA3 .*model_type"):
         small.run_in_process(OURS, "checkpointer.model_type=LLAMA3")
