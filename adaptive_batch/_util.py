@@ -467,7 +467,7 @@ def from_json(kind: Any, value: Any) -> Any:
     """Build a value of an annotated type from JSON.
 
     Args:
-        kind: A dataclass, a tuple, a dict, ``X | None``, a number or a text.
+        kind: A dataclass, a tuple, ``X | None``, a number or a text.
         value: The result of ``asdict``, possibly after a round trip through JSON.
 
     Raises:
@@ -485,9 +485,6 @@ def from_json(kind: Any, value: Any) -> Any:
     if origin is UnionType:
         # X | None.
         return None if value is None else from_json(get_args(kind)[0], value)
-    if origin is dict:
-        _, item_kind = get_args(kind)
-        return {name: from_json(item_kind, item) for name, item in {**value}.items()}
     if origin is tuple:
         item_kinds = get_args(kind)
         # tuple[X, ...].

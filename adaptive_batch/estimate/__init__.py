@@ -33,7 +33,6 @@ from .result import (
     MemoryEstimate,
     Target,
     rank_changes,
-    read_estimate,
 )
 
 __all__ = [
@@ -65,6 +64,5 @@ __all__ = [
     "left_out",
     "parse_devices",
     "rank_changes",
-    "read_estimate",
     "with_composition",
 ]

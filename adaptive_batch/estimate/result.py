@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 
-from adaptive_batch._util import atomic_write, count, format_bound, format_bytes, from_json
+from adaptive_batch._util import atomic_write, count, format_bound, format_bytes
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryCurve
 
@@ -331,19 +331,6 @@ class MemoryEstimate:
         values = asdict(replace(self, lengths=()))
         del values["lengths"]
         atomic_write(path, json.dumps(values, indent=2))
-
-
-def read_estimate(path: Path) -> MemoryEstimate | None:
-    """Read an estimate from a file; return None if it is missing or invalid."""
-    try:
-        saved = json.loads(path.read_text(encoding="utf-8"))
-        # save() leaves out `lengths`.
-        estimate: MemoryEstimate = from_json(MemoryEstimate, {**saved, "lengths": ()})
-    except (OSError, ValueError, TypeError, OverflowError):
-        return None
-    if not estimate.devices or not all(device.lengths for device in estimate.devices):
-        return None
-    return estimate
 
 
 def rank_changes(changes: Sequence[Change], now: Sequence[int]) -> tuple[Change, ...]:

@@ -18,7 +18,6 @@ from adaptive_batch.estimate import (
     Resident,
     Target,
     rank_changes,
-    read_estimate,
 )
 from adaptive_batch.estimate.devices import find_device
 from adaptive_batch.memory import GIB, Line, MemoryCurve
@@ -114,10 +113,6 @@ def test_the_file_has_plain_values_in_bytes(tmp_path):
     answer = record["devices"][0]["lengths"][0]
     assert (answer["sequence_length"], answer["max_batch_size"]) == (512, 68)
     assert sum(answer["composition"].values()) == answer["allocated_bytes"] == 75 * GIB
-    assert read_estimate(path) == made
-    for name in ("devices", "changes", "taken", "composition", "refused"):
-        path.write_text(json.dumps(record).replace(f'"{name}"', '"unknown"', 1))
-        assert read_estimate(path) is None
 
 
 def test_changes_are_ranked_by_gain_and_useless_ones_dropped():
