@@ -219,7 +219,10 @@ class MicroBatchSizer:
                 configured or found limit.
         """
         limit = self._limit_of_settings(batch_size)
-        return _smaller(limit, self._lowered) if is_lowered else limit
+        lowered = self._lowered if is_lowered else None
+        if lowered is None or lowered.unit != limit.unit or lowered.amount >= limit.amount:
+            return limit
+        return lowered
 
     def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
         """Return the limit that is configured, or found by a search."""
@@ -453,9 +456,3 @@ class MicroBatchSizer:
             self._lowered = MicroBatchLimit(**state["lowered"])
         self._good_steps = state["good_steps"]
         self._failed_tries = state["failed_tries"]
-
-
-def _smaller(limit: MicroBatchLimit, other: MicroBatchLimit | None) -> MicroBatchLimit:
-    if other is None or other.unit != limit.unit or other.amount >= limit.amount:
-        return limit
-    return other

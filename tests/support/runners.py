@@ -105,7 +105,6 @@ def build_runner(
     on_change: Callable[[LimitChange], object] = lambda change: None,
     memory: DeviceMemory | None = None,
     layout: MicroBatchLayout | None = None,
-    pad_id: int = 0,
     kind: type[SmallRunner] = SmallRunner,
     **options: Any,
 ) -> SmallRunner:
@@ -116,7 +115,7 @@ def build_runner(
 
     def collate_to(rows: Sequence[Any], padded: int) -> dict[str, Any]:
         if padded > max(map(length, rows)):
-            rows = lengthened(rows, padded, pad_id=pad_id, ignore_index=IGNORED)
+            rows = lengthened(rows, padded, pad_id=0, ignore_index=IGNORED)
         return collate(rows)
 
     count_labels = partial(count_shifted_labels, ignore_index=IGNORED)

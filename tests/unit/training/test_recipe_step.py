@@ -1,7 +1,6 @@
 """Gradients are sums of token losses over one count of label tokens, however a step is split."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -128,17 +127,6 @@ def test_a_micro_batch_without_labels_is_skipped_and_a_step_of_them_has_no_gradi
     assert all(torch.isfinite(gradient).all() for gradient in found)
     result, found = gradients([unlabelled], MicroBatchLimit(1))
     assert (result.loss, result.micro_batches, found) == (0.0, 0, [None] * len(found))
-
-
-def test_rows_are_padded_with_the_token_given_and_have_no_labels_there():
-    net, shapes, batches = model(), MicroBatchLayout(pad_to_multiple_of=4), []
-    run = runner(net, MicroBatchLimit(2), layout=shapes, pad_id=7)
-    run.loss = replace(run.loss, to_device=lambda batch: batches.append(dict(batch)))
-    run.try_rows([row(3), row(5)])
-    (batch,) = batches
-    assert batch["tokens"].shape == batch["labels"].shape == (2, 8)
-    assert batch["tokens"][1, 5:].tolist() == [7] * 3
-    assert (batch["labels"][1, 5:] == IGNORED).all()
 
 
 def squared_norm(gradients):
