@@ -216,13 +216,9 @@ class TrainingSnapshot:
             module.training = training
             module._buffers.update(buffers)
         self._tensors.restore()
-        self.restore_optimizers()
-        self._random.restore()
-
-    def restore_optimizers(self) -> None:
-        """Restore only the optimizers, after an OOM in their step left incomplete state."""
         for optimizer in self._optimizers:
             optimizer.restore()
+        self._random.restore()
 
 
 def _is_paged(state: Mapping[str, Any]) -> bool:

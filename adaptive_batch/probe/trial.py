@@ -169,7 +169,7 @@ class DryRun:
             # train() would also change modules that stay in evaluation mode.
             if not self._model.training:
                 self._model.train()
-            self._try_one_step(snapshot)
+            self._try_one_step()
             self._exit = stack.pop_all()
         return self
 
@@ -262,64 +262,35 @@ class DryRun:
             return Trial(batch_size, False)
         return Trial(batch_size, True, usage.peak_bytes, None, usage.trace)
 
-    def _try_one_step(self, snapshot: TrainingSnapshot) -> None:
-        """Run one whole step with the fewest rows to create the optimizer's state.
+    def _try_one_step(self) -> None:
+        """Run the fewest rows, the optimizer's step, and the fewest rows again, beside the state
+        that the optimizer's first step creates.
 
         Raises:
-            DoesNotFitError: the rows do not fit; the message has the memory that they need.
+            DoesNotFitError: a part does not fit.
         """
-        failed_phase, _ = self._run_whole_step(self.budget_bytes)
-        if failed_phase is None:
-            self._prepare_gradients()
-            # The block is empty: it measures the resident bytes.
-            with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as usage:
-                pass
-            self.resident_bytes = usage.resident_bytes
-            return
-        needs = f"more than {format_bytes(self.budget_bytes)}"
-        # An OOM in the step leaves incomplete optimizer state.
-        snapshot.restore_optimizers()
-        available = self._memory.available_bytes(self._resident())
-        # If every rank has more memory than the budget, measure how much the step needs.
-        if not distributed.any_of_ranks(available <= self.budget_bytes):
-            failed_again, peaks = self._run_whole_step(available)
-            if failed_again is None and peaks:
-                needs = format_bytes(max(peaks))
-        raise self._does_not_fit(failed_phase, needs)
-
-    def _run_whole_step(self, budget_bytes: int) -> tuple[str | None, list[int]]:
-        """Run the fewest rows, the optimizer's step, and the fewest rows again.
-
-        The optimizer's state exists only in the second run of the rows.
-
-        Returns:
-            The phase that did not fit, or None, and the peaks of the phases before it.
-        """
-
-        def run_rows() -> None:
-            self._forward_backward(self._min_rows)
-
-        rows = (self._row, run_rows)
-        phases: list[tuple[str, Callable[[], object]]] = [rows, rows]
+        self._run_fewest_rows()
         if not self._in_backward:
-            phases = [rows, ("the optimizer's step", self._step), rows]
-        peaks: list[int] = []
-        for phase, run in phases:
-            start = time.perf_counter()
-            runs_rows = run is run_rows
-            usage, *_ = self._measure(
-                run, phase, within=budget_bytes, prepare=runs_rows, is_first=runs_rows
-            )
-            if runs_rows:
-                seconds = time.perf_counter() - start
-                self.min_rows_seconds = min(seconds, self.min_rows_seconds)
+            name = "the optimizer's step"
+            usage = self._measure(self._step, name, prepare=False).usage
             if usage is None:
-                return phase, peaks
-            if usage.peak_bytes is not None:
-                peaks.append(usage.peak_bytes)
-            if not runs_rows:
-                self.optimizer_peak_bytes = usage.peak_bytes
-        return None, peaks
+                raise self._does_not_fit(name)
+            self.optimizer_peak_bytes = usage.peak_bytes
+        self._run_fewest_rows()
+        self._prepare_gradients()
+        # The block is empty: it measures the resident bytes.
+        with self._memory.measure(self._resident(), budget_bytes=self.budget_bytes) as resident:
+            pass
+        self.resident_bytes = resident.resident_bytes
+
+    def _run_fewest_rows(self) -> None:
+        start = time.perf_counter()
+        outcome = self._measure(
+            lambda: self._forward_backward(self._min_rows), self._row, is_first=True
+        )
+        if outcome.usage is None:
+            raise self._does_not_fit(self._row)
+        self.min_rows_seconds = min(time.perf_counter() - start, self.min_rows_seconds)
 
     # --- measuring --------------------------------------------------------------------------------
 
@@ -328,7 +299,6 @@ class DryRun:
         run: Callable[[], object],
         part: str,
         *,
-        within: int | None = None,
         prepare: bool = True,
         is_timed: bool = False,
         is_first: bool = False,
@@ -338,7 +308,6 @@ class DryRun:
         Args:
             run: function to measure.
             part: name of the part in errors.
-            within: memory limit in bytes; None for the budget.
             prepare: whether to create the gradients that exist before a forward.
             is_timed: whether `run` measures time, so that memory must not be counted in Python.
             is_first: whether `run` may be the first to record the collectives of the ranks.
@@ -348,7 +317,6 @@ class DryRun:
             RankLostError: this rank ran out of memory while other ranks wait in a collective.
             RuntimeError: `run` failed for a reason other than memory.
         """
-        budget_bytes = self.budget_bytes if within is None else within
         # Counting, as on a CPU, runs Python code for each operation, which slows down a timed run.
         is_counted = not is_timed or self._memory.granularity_bytes > 1
         usage: Usage | None = None
@@ -359,7 +327,7 @@ class DryRun:
             if prepare:
                 self._prepare_gradients()
             is_prepared = True
-            measuring = self._memory.measure(self._resident(), budget_bytes=budget_bytes)
+            measuring = self._memory.measure(self._resident(), budget_bytes=self.budget_bytes)
             with measuring if is_counted else nullcontext(Usage(0)) as usage:
                 run()
                 # No rank waits in a collective any more; this one may still be over its budget.
@@ -378,8 +346,8 @@ class DryRun:
         others_wait = not has_run and distributed.world_size() > 1
         if others_wait and not (is_prepared and self._sharding.can_finish):
             if is_first:
-                raise self._does_not_fit(part, f"more than {format_bytes(budget_bytes)}")
-            raise self._lost(part, message, budget_bytes)
+                raise self._does_not_fit(part)
+            raise self._lost(part, message)
         fits = not (ran_out or retried)
         try:
             if not fits:
@@ -392,7 +360,7 @@ class DryRun:
         except Exception as error:
             if distributed.world_size() == 1 or not is_out_of_memory(error):
                 raise
-            raise self._lost(f"the cleanup after {part}", str(error), budget_bytes) from error
+            raise self._lost(f"the cleanup after {part}", str(error)) from error
         if not (any_ran_out or any_retried):
             return _Outcome(usage, False, None)
         if fits:
@@ -401,22 +369,24 @@ class DryRun:
             self._memory.release()
         return _Outcome(None, not any_ran_out, held_bytes)
 
-    def _lost(self, part: str, message: str, budget_bytes: int) -> RankLostError:
+    def _lost(self, part: str, message: str) -> RankLostError:
         first_line, _, _ = message.partition("\n")
         return RankLostError(
             f"{part} ran out of memory on {self._memory.device} within"
-            f" {format_bytes(budget_bytes)} while the other ranks wait in a collective:"
+            f" {format_bytes(self.budget_bytes)} while the other ranks wait in a collective:"
             f" {first_line}",
             {"doing": part, "error": message},
         )
 
-    def _does_not_fit(self, part: str, needs: str) -> DoesNotFitError:
+    def _does_not_fit(self, part: str) -> DoesNotFitError:
         """Return the error for a part that needs more than the budget."""
         place = str(self._memory.device)
         if distributed.world_size() > 1:
             place = f"rank {distributed.rank()}"
         allowed = format_bytes(self.budget_bytes)
-        return DoesNotFitError(f"{part} needs {needs}, {place} allows {allowed}; {self._remedies}")
+        return DoesNotFitError(
+            f"{part} needs more than the {allowed} that {place} allows; {self._remedies}"
+        )
 
     def _resident(self) -> Iterator[torch.Tensor]:
         """Yield the tensors that training holds between two steps."""

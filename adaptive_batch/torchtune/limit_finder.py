@@ -23,8 +23,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState, tensors_in
 from adaptive_batch.probe import ProbeResult, Store, Throughput
 from adaptive_batch.training import (
-    REFERENCE,
-    Evaluation,
     SearchScope,
     find_limit,
     has_batch_norm,
@@ -399,17 +397,10 @@ class LimitFinder:
         else:
             usable_rows = batch_size * settings.gradient_accumulation_steps
         trial_rows = self._data.trial_rows(settings.probe.sequence_length)
-        evaluation = Evaluation(
-            trainer.engine.try_reference,
-            trial_rows,
-            name="the reference on rows",
-            kind=REFERENCE,
-            lost_key="trial_rows_reference",
-        )
         result = self.find(
             trainer,
-            SearchScope(trial_rows, evaluation=evaluation),
-            maximum=self.rows_to_try(usable_rows, evaluation.lost_key),
+            SearchScope(trial_rows, reference=trainer.engine.try_reference),
+            maximum=self.rows_to_try(usable_rows, "trial_rows_reference"),
             kind="reference_bound",
             target="rows of the reference at once",
             path=self.path.with_name("probe_reference.json"),
@@ -431,7 +422,7 @@ class LimitFinder:
         kind: str,
         target: str,
         rounds: bool = False,
-        path: Path | None = None,
+        path: Path,
     ) -> ProbeResult:
         """Search with the options of the run, and log the results; see :func:`find_limit`.
 
@@ -444,14 +435,14 @@ class LimitFinder:
             kind: kind of the events.
             target: target of the search, for their messages.
             rounds: whether to also try the power of two at or below the maximum.
-            path: file that keeps the results, or None.
+            path: file that keeps the results.
 
         Raises:
             DoesNotFitError: one row does not fit.
         """
         probe = self._settings.probe
         options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
-        store = None if path is None else self._store(path, scope)
+        store = self._store(path, scope)
         results = find_limit(trainer.tried(), scope, options, store=store)
         for result in results:
             trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)

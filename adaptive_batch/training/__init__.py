@@ -3,7 +3,6 @@
 from .adaptive_step import AdaptiveStep
 from .bound_search import (
     BoundSearch,
-    Evaluation,
     LongestRows,
     ProbeOptions,
     SearchScope,
@@ -47,7 +46,6 @@ __all__ = [
     "AdaptiveRate",
     "AdaptiveStep",
     "BoundSearch",
-    "Evaluation",
     "EvaluationParts",
     "FullBatchLoss",
     "LimitChange",

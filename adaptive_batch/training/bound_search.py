@@ -80,6 +80,7 @@ from .model_checks import (
     is_compiled,
 )
 from .parts import BatchSource, arrays_in
+from .recipe_step import REFERENCE
 from .sizing import MicroBatchSizer
 from .splitters import RowSplitter
 from .step import Step
@@ -272,26 +273,6 @@ def _name(length: int) -> str:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Target of a search for the most rows that run without gradients.
-
-    Attributes:
-        run: function that runs rows without gradients.
-        trained: rows of training, of which the dry run steps one to create the optimizer's state.
-        name: phrase for logs, such as ``the reference on rows``.
-        kind: kind of micro-batch, see :meth:`Sharding.micro_batch`.
-        lost_key: if a trial ends the run because a rank is lost, the key under which its rows are
-            written down, so that a restart tries fewer.
-    """
-
-    run: Callable[[Any], object]
-    trained: LongestRows
-    name: str
-    kind: bool | str
-    lost_key: str
-
-
-@dataclass(frozen=True)
 class TriedStep:
     """Step of training that trials run with the code of training.
 
@@ -372,7 +353,8 @@ class SearchScope:
         accumulates: whether a forward may begin with gradients in memory.
         whole_step_rows: rows of a step on one device. If they do not fit at once, the search is
             repeated with gradients in memory. None if all steps fit at once.
-        evaluation: evaluation to try instead of training; None for training.
+        reference: function that runs rows in the pass of the frozen reference model before each
+            step, to try instead of training; None for training.
         layouts: kinds of layouts for the search for the fastest micro-batches within the bound;
             none for no such search.
         timed_rows: rows of a timed step on one device; 0 for the bound.
@@ -381,14 +363,14 @@ class SearchScope:
     rows: LongestRows
     accumulates: bool = False
     whole_step_rows: int | None = None
-    evaluation: Evaluation | None = None
+    reference: Callable[[Any], object] | None = None
     layouts: Sequence[str] = ()
     timed_rows: int = 0
 
 
 class BoundSearch:
-    """Finds the most rows that fit in training or in evaluation, and restores the training state
-    bit for bit.
+    """Finds the most rows that fit in training or in the pass of its reference model, and restores
+    the training state bit for bit.
 
     Args:
         tried: step that trials run.
@@ -415,22 +397,21 @@ class BoundSearch:
         self._budget = self.budget_bytes()
         # budget_bytes() has emptied the allocator's cache.
         tried.engine.largest_size = 0
-        evaluation = scope.evaluation
-        stepped = evaluation.trained if evaluation else scope.rows
+        rows = scope.rows
         min_rows = self._min_rows
         keep_gradients = None
         if tried.keep_gradients:
-            keep_gradients = partial(tried.keep_gradients, stepped.first(min_rows))
+            keep_gradients = partial(tried.keep_gradients, rows.first(min_rows))
         self._dry_run = DryRun(
             model=tried.engine.model,
             optimizer=tried.optimizer,
-            forward_backward=lambda size: tried.try_rows(stepped.first(size)),
+            forward_backward=lambda size: tried.try_rows(rows.first(size)),
             step=tried.step,
             accumulates=scope.accumulates,
             memory=self._memory,
             budget_bytes=self._budget,
             min_rows=min_rows,
-            row=stepped.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
+            row=rows.name if min_rows == 1 else f"{min_rows} rows, which BatchNorm needs,",
             sharding=tried.engine.sharding,
             keep_gradients=keep_gradients,
             remedies=tried.engine.attempts.remedies,
@@ -481,7 +462,7 @@ class BoundSearch:
     def _leaves_cache(self) -> bool:
         """True if training starts with the allocator's cache of the last trial."""
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
-        return has_cache and self._scope.evaluation is None
+        return has_cache and self._scope.reference is None
 
     def run(self) -> ProbeResult:
         """Search for the most rows that fit on all ranks.
@@ -516,11 +497,9 @@ class BoundSearch:
             largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
             engine.largest_size = largest.size
         if not result.max_batch_size:
-            row = self._scope.rows.name
-            if self._scope.evaluation:
-                row += ", even without gradients,"
             raise DoesNotFitError(
-                f"{row} does not fit in {format_bytes(budget)}; {engine.attempts.remedies}"
+                f"{self._scope.rows.name} does not fit in {format_bytes(budget)};"
+                f" {engine.attempts.remedies}"
             )
         result = replace(result, resident_bytes=resident_bytes, budget_bytes=budget)
         if self._store is not None and not result.from_cache and distributed.is_rank_zero():
@@ -542,7 +521,7 @@ class BoundSearch:
         length = self._scope.rows.length
         log.info(
             "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
-            self._scope.evaluation.name if self._scope.evaluation else "rows",
+            "the reference on rows" if self._scope.reference else "rows",
             f" of {count(length, 'token')}" if length else "",
             self._memory.describe(),
             count(self._maximum, "row"),
@@ -567,9 +546,8 @@ class BoundSearch:
         if store is not None:
             name = self._name(store, budget)
             earlier = distributed.from_rank_zero(lambda: store.known(name))
-        evaluation = self._scope.evaluation
         sharding = self._tried.engine.sharding
-        if evaluation and not sharding.has_recorded(evaluates=evaluation.kind):
+        if self._scope.reference and not sharding.has_recorded(evaluates=REFERENCE):
             # Record the collectives, so that a rank can finish them after an OOM.
             self._run_trial(1)
         if earlier is not None:
@@ -592,20 +570,18 @@ class BoundSearch:
         return result
 
     def _run_trial(self, size: int) -> Trial:
-        """Run a trial of training, or of evaluation if the scope has one."""
+        """Run a trial of training, or of the reference if the scope has one."""
         rows = self._scope.rows
         # Read the rows before the trial, which would measure the time and memory of reading.
         rows.first(size)
-        evaluation = self._scope.evaluation
-        if evaluation is None:
+        reference = self._scope.reference
+        if reference is None:
             return self._dry_run(size)
         try:
-            return self._dry_run.evaluation(
-                lambda num_rows: evaluation.run(rows.first(num_rows)), size
-            )
+            return self._dry_run.evaluation(lambda num_rows: reference(rows.first(num_rows)), size)
         except RankLostError as lost:
             # A restart then tries fewer rows.
-            lost.facts[evaluation.lost_key] = size
+            lost.facts["trial_rows_reference"] = size
             raise
 
     def _varying_steps(self, size: int) -> Iterator[TrialStep]:
@@ -855,7 +831,7 @@ def find_max_batch_size(
         The result, with `max_batch_size`, the trials, and a ``table()`` of the trials.
 
     Raises:
-        DoesNotFitError: one row does not fit. The message contains the memory that it needs.
+        DoesNotFitError: one row does not fit.
         SettingError: an argument cannot be used.
     """
     options = ProbeOptions(device_memory, headroom, maximum, search)
