@@ -198,18 +198,17 @@ class DryRun:
         except RankLostError as lost:
             lost.facts["trial_rows"] = batch_size
             raise
-        optimizer_peak_bytes = self.optimizer_peak_bytes
         usage = outcome.usage
         if usage is None:
             return Trial(
                 batch_size,
                 False,
                 None,
-                optimizer_peak_bytes,
+                self.optimizer_peak_bytes,
                 retried=outcome.retried,
                 held_bytes=outcome.held_bytes,
             )
-        return Trial(batch_size, True, usage.peak_bytes, optimizer_peak_bytes, usage.trace, False)
+        return Trial(batch_size, True, usage.peak_bytes, self.optimizer_peak_bytes, usage.trace)
 
     def time_runs(self, runs: Sequence[Callable[[], object]]) -> float | None:
         """Run functions in turn, and return their seconds on the slowest rank; None if they do not
