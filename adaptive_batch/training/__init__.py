@@ -19,7 +19,6 @@ from .packing import isolated_rows, pack_rows, why_not_packed
 from .parts import Part, RowsOfBatch, SplitBatch
 from .rate import AdaptiveRate
 from .recipe_step import (
-    REFERENCE,
     REFERENCE_VALUES,
     RecipeStep,
     RowLoss,
@@ -40,7 +39,6 @@ from .step_result import (
 __all__ = [
     "ON_NONFINITE_LOSS",
     "PLACE_OF_STEP",
-    "REFERENCE",
     "REFERENCE_VALUES",
     "AdaptiveLoop",
     "AdaptiveRate",
