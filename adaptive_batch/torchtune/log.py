@@ -52,8 +52,7 @@ class TrainingLog:
         # torchtune's metric logger on rank 0; None before _open(), on other ranks and without one.
         self._metric_logger: Any = None
         self._every_n_steps = job.settings.log_every_n_steps or 1
-        wants_memory = bool(job.cfg.get("log_peak_memory_stats", False))
-        self._logs_memory = wants_memory and job.device.type != "cpu"
+        self._logs_memory = job.cfg.get("log_peak_memory_stats", False) and job.device.type != "cpu"
         self._begin_time = time.monotonic()
         # Sums over all steps of this process.
         self._step_seconds = 0.0
@@ -205,13 +204,9 @@ class TrainingLog:
         epoch = batches.progress.epoch
         plan = batches.plan
         limit = batches.limit
-        description = plan.describe()
-        if settings.batch_tokens and settings.batch_size_schedule is None:
-            description += f", up to {count(settings.batch_tokens * self._job.ranks, 'token')}"
-        description += f"; a micro-batch holds {limit}"
         self.event(
             "plan",
-            f"epoch {epoch}: {description}",
+            f"epoch {epoch}: {plan.describe()}; a micro-batch holds {limit}",
             epoch=epoch,
             global_batch=plan.global_rows,
             batch_size=batches.batch_size,

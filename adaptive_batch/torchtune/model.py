@@ -415,12 +415,15 @@ class FrozenModel:
 
     Attributes:
         second: second model, or None.
+        models: both models as one module; the trained model alone if there is no second one.
     """
 
     def __init__(self, policy: torch.nn.Module, second: torch.nn.Module | None = None) -> None:
         self._policy = policy
         self.second = second
+        self.models = policy
         if second is not None:
+            self.models = torch.nn.ModuleList([policy, second])
             second.requires_grad_(False)
             second.eval()
 
@@ -441,13 +444,6 @@ class FrozenModel:
         finally:
             self.second.requires_grad_(False)
         return logits
-
-    @property
-    def models(self) -> torch.nn.Module:
-        """Both models as one module; the trained model alone if there is no second one."""
-        if self.second is None:
-            return self._policy
-        return torch.nn.ModuleList([self._policy, self.second])
 
 
 class SecondModel:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torchtune import training, utils
 from torchtune.data import padded_collate_sft
+from torchtune.modules import TransformerDecoder
 
 from adaptive_batch import distributed
 from adaptive_batch.distributed import Sharding, local_part
@@ -77,6 +79,11 @@ class Trainer:
             for loss_fn in job.task.losses:
                 training.compile_loss(loss_fn, verbose=distributed.is_rank_zero())
         training.validate_expected_param_dtype(model.named_parameters(), dtype=job.dtype)
+        for each in (model, second):
+            # It compares max_seq_len with all tokens of a packed batch. DatasetRows has compared
+            # each row with it.
+            if isinstance(each, TransformerDecoder) and job.max_seq_len is not None:
+                each.max_seq_len = sys.maxsize
         self.model = model
         self._reference = FrozenModel(model, second)
         task = job.task
@@ -99,7 +106,7 @@ class Trainer:
             row_length=task.length,
             num_real_tokens=data.dataset.num_real_tokens,
             dummy_row=lambda: data.dummy_row,
-            pack=job.with_values(self._pack),
+            pack=job.with_values(task.pack),
             counts_rows=task.counts_rows,
             metrics=task.metrics,
             loss_of=task.loss_of,
@@ -184,21 +191,6 @@ class Trainer:
             ) from error
         return cls(job, data, model, sizer, second=second)
 
-    def _pack(self, rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[int]]:
-        """Pack rows into one batch without padding; see :meth:`Task.pack`."""
-        batch, lengths = self._job.task.pack(rows)
-        self._raise_max_seq_len(batch)
-        return batch, lengths
-
-    def _raise_max_seq_len(self, batch: dict[str, Any]) -> None:
-        """Raise the models' `max_seq_len` to a packed batch: torchtune compares it with the whole
-        batch, not with each row.
-        """
-        models: tuple[Any, ...] = (self.model, self._reference.second)
-        for model in models:
-            if hasattr(model, "max_seq_len"):
-                model.max_seq_len = max(model.max_seq_len, batch["tokens"].shape[-1])
-
     def why_not_packed(self) -> str:
         """Return the reason why rows cannot be packed without padding; empty if they can.
 
@@ -210,18 +202,13 @@ class Trainer:
             self.engine.loss.to_device(batch)
             return task.token_loss(self, batch)
 
-        def pack(sequences: Sequence[dict[str, Any]]) -> dict[str, Any]:
-            batch = pack_rows(sequences, ignore_index=task.ignore_index)
-            self._raise_max_seq_len(batch)
-            return batch
-
         sequences = task.rows_of_sequences(self._data.longest(2))
         return why_not_packed(
             self.model,
             token_loss,
             sequences,
             collate=lambda sequences, length: padded_collate_sft(list(sequences)),
-            pack=pack,
+            pack=partial(pack_rows, ignore_index=task.ignore_index),
         )
 
     @cached_property

@@ -34,7 +34,7 @@ WHY = {
 
 @pytest.mark.parametrize("row", WHY)
 def test_an_invalid_row_ends_the_run_and_is_named(small, row):
-    with pytest.raises(SettingError, match=f"dataset='{ODD_ROWS}': row 9 {WHY[row]}"):
+    with pytest.raises(SettingError, match=f"dataset='json': row 9 {WHY[row]}"):
         small.run_in_process(OURS, *ODD, "dataset.at=9", f"dataset.row={row}")
 
 
