@@ -230,7 +230,9 @@ def walk(
     kind = type(value)
     if hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__"):
         value, num_levels, most_elements = vars(value), _NUM_LEVELS, math.inf
-    if isinstance(value, torch.Tensor | np.ndarray) and math.prod(value.shape) > most_elements:
+    if isinstance(value, torch.Tensor) and value.numel() > most_elements:
+        return
+    if isinstance(value, np.ndarray) and value.size > most_elements:
         return
     yield names, value
     if type(value) in _DICTS and num_levels and len(value) <= _MOST_ENTRIES:
