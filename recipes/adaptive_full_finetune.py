@@ -269,9 +269,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
         # Only now do the rows count as trained; a checkpoint resumes after them. The noise scale
         # may set the next batch. train() ends the epoch.
-        progress = self.batches.done(
-            tokens=result.tokens, ends_epoch=False, noise_scale=self.noise_scale.value
-        )
+        progress = self.batches.done(tokens=result.tokens, noise_scale=self.noise_scale.value)
         # The mean loss of a full batch if this step completes one; it does not depend on the batch
         # size.
         full_batch_loss = self.full_batch_loss.add(

@@ -15,7 +15,6 @@ from .layouts import (
     LAYOUT_KINDS,
     NO_LIMIT,
     UNIFORM,
-    LayoutKind,
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
@@ -35,7 +34,7 @@ from .lengths import (
     measure_rows,
 )
 from .planned_epoch import PlannedEpoch, RowLengths, StepAhead
-from .sampling import ORDERS, Batching, RowOrder, Sampling, row_order
+from .sampling import ORDERS, Batching, Sampling, row_order
 
 __all__ = [
     "IGNORE_INDEX",
@@ -47,7 +46,6 @@ __all__ = [
     "Batches",
     "Batching",
     "DatasetAdapter",
-    "LayoutKind",
     "MicroBatch",
     "MicroBatchLayout",
     "MicroBatchLimit",
@@ -57,7 +55,6 @@ __all__ = [
     "ReadAhead",
     "RowLength",
     "RowLengths",
-    "RowOrder",
     "Sampling",
     "StepAhead",
     "balance_by_rows",

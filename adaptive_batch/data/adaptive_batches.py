@@ -80,8 +80,8 @@ class AdaptiveBatches(Batches):
         maximum: maximum number of rows that a rule may set on one device: a number, or the sizer of
             an :class:`AdaptiveStep`, whose `max_batch_size` applies once it is found. None: no
             limit.
-        sampler: sampler of row numbers that determines the order, on one rank only. Its
-            ``set_epoch`` is called. A resumed run repeats its draws.
+        sampler: sampler of row numbers that determines the order, on one rank only. It is read once
+            at the start of each epoch, after ``set_epoch``. A resumed run repeats its draws.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
             each epoch, including epoch 0.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, called for each
@@ -125,17 +125,16 @@ class AdaptiveBatches(Batches):
             )
             raise SettingError("batch_size_schedule", batch_size_schedule, remedy)
         sizer = _sizer_of(maximum, sampling.batch_tokens)
-        self._sampler = None
-        if sampler is not None:
-            _check_sampler(sampler, sampling)
-            self._sampler = SamplerOrder(sampler)
         rows = (
             dataset if isinstance(dataset, DatasetAdapter) else DatasetAdapter(dataset, row_length)
         )
+        self._sampler = None
+        if sampler is not None:
+            _check_sampler(sampler, sampling)
+            self._sampler = SamplerOrder(sampler, len(rows))
         self._listeners: list[Event] = []
         # Steps that were done when iteration last reached the end of an epoch.
         self._steps_at_end: int | None = None
-        self._has_warned = False
         super().__init__(
             rows,
             batching,
@@ -192,8 +191,7 @@ class AdaptiveBatches(Batches):
             raise SettingError("batch_size_schedule", rule, remedy)
         yield from super().__iter__()
         # A loader may read a whole epoch ahead, but not two.
-        if self._progress.steps == self._steps_at_end and not self._has_warned:
-            self._has_warned = True
+        if self._progress.steps == self._steps_at_end:
             log.warning(
                 "two epochs were read without a step() between them, so the epoch is repeated:"
                 " call step() after each batch"
@@ -217,6 +215,8 @@ class AdaptiveBatches(Batches):
             ValueError: no batch is waiting.
         """
         self.done()
+        if self.is_over:
+            self.end_epoch()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and the plan's state as plain values, the same on all ranks. Save
@@ -275,10 +275,8 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
     is_like_batch_sampler = hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last")
     if isinstance(sampler, BatchSampler) or is_like_batch_sampler:
         raise SettingError("sampler", name, YIELDS_BATCHES)
-    if isinstance(sampler, str) or not hasattr(sampler, "__iter__"):
-        remedy = "it yields no row numbers; give a Sampler, such as torch's RandomSampler"
-        raise SettingError("sampler", sampler, remedy)
-    if not hasattr(sampler, "__len__"):
-        raise SettingError(
-            "sampler", name, "it has no length, so an epoch has no end; give one with __len__"
-        )
+    if isinstance(sampler, str) or not (
+        hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")
+    ):
+        remedy = "give row numbers with a length, such as torch's RandomSampler"
+        raise SettingError("sampler", name, remedy)

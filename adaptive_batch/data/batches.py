@@ -38,7 +38,7 @@ from .layouts import (
     micro_batches,
 )
 from .planned_epoch import PlannedEpoch, RowLengths, Rows, StepAhead
-from .sampling import Batching, RowOrder, SamplerOrder
+from .sampling import Batching, SamplerOrder
 
 # Called as event(kind, message, **facts).
 Event = Callable[..., object]
@@ -123,7 +123,7 @@ class Batches(Sampler[list[int]]):
         self.first_batch_size: int | None = None
         self.saved_maximum = 0
         self._rows = rows
-        self._order_of: Callable[[int], RowOrder] | None = order
+        self._order_of: Callable[[int], torch.Tensor] | None = order
         self._counts_tokens = counts_tokens
         self._plans_tokens = counts_tokens or bool(batching.batch_tokens)
         self._in_script = in_script
@@ -323,15 +323,9 @@ class Batches(Sampler[list[int]]):
                 message = f"{changed_row}: all rows are counted again"
                 self._event("recounted", message, epoch=self._progress.epoch)
         self._enter_epoch()
-        if self.batching.drop_last:
-            if self.plan.steps == 0:
-                remedy = (
-                    f"a step of the requested batch is more than an epoch's {self.plan.rows} rows"
-                )
-                raise SettingError("drop_last", True, remedy)
-            if self.constant_epoch.steps == 0:
-                remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
-                raise SettingError("batch_size", self.batch_size, remedy)
+        if self.batching.drop_last and 0 in (self.plan.steps, self.constant_epoch.steps):
+            remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
+            raise SettingError("batch_size", self.batch_size, remedy)
 
     def _enter_epoch(self) -> None:
         """Plan the current epoch, and ask the rules for its first batch."""
@@ -356,9 +350,9 @@ class Batches(Sampler[list[int]]):
         return self._epoch.is_over(self._progress)
 
     @property
-    def order(self) -> RowOrder:
+    def order(self) -> torch.Tensor:
         """Row numbers of the current epoch in the order of their use."""
-        return self._current_epoch().order
+        return self._epoch.order
 
     def describe_epoch(self) -> tuple[str, dict[str, Any]]:
         """Describe the epoch that is over, as text and as facts: how many rows were trained, and
@@ -374,17 +368,6 @@ class Batches(Sampler[list[int]]):
             "left_out": sum(reasons.values()),
             "reasons": reasons,
         }
-
-    def _current_epoch(self) -> PlannedEpoch:
-        """Return the plan of the current epoch. Between two epochs, return that of the next one,
-        whose order is drawn without a trace.
-        """
-        if self._epoch.planned_at.epoch == self._progress.epoch:
-            return self._epoch
-        dry_run = self.dry_run(counts_tokens=False)
-        # Without the lengths of the epoch that is over, the dry run reads those of the next one.
-        dry_run._lengths = None
-        return dry_run._plan_epoch(self._progress)
 
     def _plan_epoch(self, progress: Progress) -> PlannedEpoch:
         """Plan the epoch of a progress."""
@@ -422,8 +405,7 @@ class Batches(Sampler[list[int]]):
     def plan(self) -> EpochPlan:
         """The current epoch, divided into steps as they are known where it was planned."""
         if self._plan is None:
-            epoch = self._current_epoch()
-            self._plan = epoch.divide(self._rows_at, counts_tokens=self._plans_tokens)
+            self._plan = self._epoch.divide(self._rows_at, counts_tokens=self._plans_tokens)
         return self._plan
 
     @property
@@ -453,10 +435,12 @@ class Batches(Sampler[list[int]]):
         """Pace of the rate's clock in the current epoch.
 
         A schedule of the batch that follows the rate, and a script that drops no row, count by the
-        constant batch: that is as good, and known without dividing the epoch.
+        constant batch: that is as good, and known without dividing the epoch. At the beginning of
+        an epoch, which may not be planned yet, the clock does not depend on its steps.
         """
         follows_rate = isinstance(self.batching.batch_size_schedule, Seesaw)
-        if follows_rate or (self._in_script and not self._plans_tokens):
+        drops_nothing = self._in_script and not self._plans_tokens
+        if follows_rate or drops_nothing or not self._progress.epoch_rows:
             return Pace(self.constant_epoch, self.constant_epoch)
         return Pace(self.constant_epoch, self.plan)
 
@@ -507,7 +491,7 @@ class Batches(Sampler[list[int]]):
         self._event = lambda kind, message, **facts: None
         self._from_rank_zero = lambda ask: ask()
         if isinstance(self._order_of, SamplerOrder):
-            self._order_of = self._order_of.ahead
+            self._order_of = self._order_of.last_drawn
 
     def remaining(self, epochs: int, *, paces: bool = False) -> Iterator[StepAhead]:
         """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done.
@@ -615,10 +599,10 @@ class Batches(Sampler[list[int]]):
         rank = distributed.data_parallel_rank()
         layout = self.sizer.layout
         limit = self.limit
-        if limit.unit == "tokens" or layout.uniform is not None or not layout.is_usual:
-            lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
-            return balance_by_tokens(lengths, ranks, limit, layout)[rank]
-        return balance_by_rows(len(numbers), ranks)[rank]
+        if layout.pads and layout.keeps_order(limit):
+            return balance_by_rows(len(numbers), ranks)[rank]
+        lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
+        return balance_by_tokens(lengths, ranks, limit, layout)[rank]
 
     def count_tokens(self, tokens: int) -> None:
         """Set the real tokens, over all ranks, of the step that was handed out last."""
@@ -646,15 +630,13 @@ class Batches(Sampler[list[int]]):
             return sum(map(self._rows.num_real_tokens, rows))
         return self._epoch.num_tokens(step.progress, step.rows)
 
-    def done(
-        self, *, tokens: int | None = None, ends_epoch: bool = True, **measured: Any
-    ) -> Progress:
-        """Count the oldest step that was handed out as done; return the progress after it.
+    def done(self, *, tokens: int | None = None, **measured: Any) -> Progress:
+        """Count the oldest step that was handed out as done; return the progress after it. Call
+        :meth:`end_epoch` if the epoch :attr:`is_over`.
 
         Args:
             tokens: its real tokens over all ranks; None for those that were counted as it was
                 handed out.
-            ends_epoch: whether the last step of the epoch also calls :meth:`end_epoch`.
             measured: other values of progress that the step has measured, such as `noise_scale`.
 
         Raises:
@@ -670,6 +652,4 @@ class Batches(Sampler[list[int]]):
         self._progress = self._progress.after_step(
             rows=step.rows, tokens=tokens, batch=step.batch, **measured
         )
-        if ends_epoch and self.is_over:
-            self.end_epoch()
         return self._progress

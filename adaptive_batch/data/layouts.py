@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heapreplace
 from itertools import accumulate, pairwise
@@ -23,6 +23,8 @@ from adaptive_batch._util import count, round_up
 
 Row = TypeVar("Row")
 
+# Kinds of layouts by their names in the configuration, see MicroBatchLayout.
+LAYOUT_KINDS = ("padded", "grouped", "packed")
 UNIFORM = ("rows", "lengths", "both")
 NO_LIMIT = sys.maxsize
 
@@ -30,26 +32,6 @@ NO_LIMIT = sys.maxsize
 # lognormal lengths, this range makes steps 2% to 7% shorter. A range of twice the size would add
 # 0.2% at most; half the range would lose 0.2% to 0.8%.
 TRIED_PERCENT = range(68, 133, 4)
-
-
-@dataclass(frozen=True)
-class LayoutKind:
-    """Properties of a kind of layout.
-
-    Attributes:
-        pads: whether the rows of a micro-batch are padded to the longest.
-        sorts: whether rows are sorted by length before they are cut, whatever the limit counts.
-        cut: ``cut(lengths, limit, layout)`` cuts rows of these lengths; returns their positions.
-    """
-
-    pads: bool
-    sorts: bool
-    cut: Callable[[Sequence[int], MicroBatchLimit, MicroBatchLayout], list[list[int]]]
-
-    @property
-    def is_usual(self) -> bool:
-        """True if micro-batches are cut and padded as in torchtune."""
-        return self.pads and not self.sorts
 
 
 @dataclass(frozen=True)
@@ -127,21 +109,15 @@ class MicroBatchLayout:
     @property
     def pads(self) -> bool:
         """True if the rows of a micro-batch are padded to the longest."""
-        return LAYOUT_KINDS[self.kind].pads
-
-    @property
-    def sorts(self) -> bool:
-        """True if rows are sorted by length before they are cut, in any unit of the limit."""
-        return LAYOUT_KINDS[self.kind].sorts
-
-    @property
-    def is_usual(self) -> bool:
-        """True if micro-batches are cut and padded as in torchtune."""
-        return LAYOUT_KINDS[self.kind].is_usual
+        return self.kind != "packed"
 
     def keeps_order(self, limit: MicroBatchLimit) -> bool:
         """Return whether rows stay in their order, whatever their lengths."""
-        return limit.unit == "rows" and not self.sorts and self.uniform not in ("lengths", "both")
+        return (
+            limit.unit == "rows"
+            and self.kind != "grouped"
+            and self.uniform not in ("lengths", "both")
+        )
 
     def of_kind(self, kind: str, *, time: MicroBatchTime) -> MicroBatchLayout:
         """Return the layout with another kind and model of time."""
@@ -246,16 +222,15 @@ def micro_batches(
     layout = layout or MicroBatchLayout()
     if not lengths:
         return []
-    kind = LAYOUT_KINDS[layout.kind]
     # A short cut for most steps.
-    if kind.is_usual and limit.unit == "rows" and len(lengths) <= limit.amount:
+    if layout.kind == "padded" and limit.unit == "rows" and len(lengths) <= limit.amount:
         return [MicroBatch(list(range(len(lengths))), layout.padded(max(lengths)))]
     # Every micro-batch is padded to at least this length.
     least_length = max(lengths) if layout.uniform in ("lengths", "both") else 0
     pieces = []
-    for rows in kind.cut(lengths, limit, layout):
+    for rows in _divide(lengths, limit, layout):
         own_lengths = tuple(lengths[row] for row in rows)
-        if kind.pads:
+        if layout.pads:
             length = layout.padded(max(least_length, *own_lengths))
             pieces.append(MicroBatch(rows, length))
         else:
@@ -268,38 +243,29 @@ def micro_batches(
     return pieces
 
 
-def _cut_padded(
+def _divide(
     lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
 ) -> list[list[int]]:
+    """Divide the rows of a step; return the positions of the rows of each micro-batch."""
+    if layout.kind == "packed":
+        if limit.unit == "rows":
+            return split_by_rows(range(len(lengths)), limit.amount)
+        return _packed(lengths, limit.amount)
+    padded = layout.padded_lengths(lengths)
+    if layout.kind == "grouped":
+        max_rows_each = [layout.rows_within(limit, length) for length in padded]
+        return _grouped_by_time(padded, max_rows_each, layout.time)
     # Rows of a micro-batch if all are padded to the longest row.
     max_rows = layout.rows_within(limit, max(lengths))
     if layout.uniform in ("rows", "both"):
         max_rows = largest_divisor(len(lengths), at_most=max_rows)
     if limit.unit == "rows":
         return split_by_rows(range(len(lengths)), max_rows)
-    padded = layout.padded_lengths(lengths)
     if layout.uniform is None:
         return _grouped(padded, limit.amount)
     # By tokens, uniform micro-batches have rows of similar length, which need the least padding.
     by_length = sorted(range(len(padded)), key=padded.__getitem__, reverse=True)
     return [sorted(piece) for piece in split_by_rows(by_length, max_rows)]
-
-
-def _cut_grouped(
-    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
-) -> list[list[int]]:
-    padded = layout.padded_lengths(lengths)
-    return _grouped_by_time(
-        padded, [layout.rows_within(limit, length) for length in padded], layout.time
-    )
-
-
-def _cut_packed(
-    lengths: Sequence[int], limit: MicroBatchLimit, layout: MicroBatchLayout
-) -> list[list[int]]:
-    if limit.unit == "rows":
-        return split_by_rows(range(len(lengths)), limit.amount)
-    return _packed(lengths, limit.amount)
 
 
 def largest_divisor(number: int, *, at_most: int) -> int:
@@ -431,14 +397,6 @@ def spread_by_tokens(lengths: Sequence[int], groups: int) -> list[list[int]]:
     return list(map(sorted, divided))
 
 
-# Kinds of layouts by their names in the configuration.
-LAYOUT_KINDS = {
-    "padded": LayoutKind(pads=True, sorts=False, cut=_cut_padded),
-    "grouped": LayoutKind(pads=True, sorts=True, cut=_cut_grouped),
-    "packed": LayoutKind(pads=False, sorts=False, cut=_cut_packed),
-}
-
-
 # --- ranks
 
 
@@ -468,12 +426,10 @@ def balance_by_tokens(
 
     - packed, by tokens: each row, the longest first, goes to the rank that has the fewest tokens
       (Graham, 1969).
-    - grouped, or packed by rows: rows sorted by length are dealt in turns that reverse, so that all
-      ranks have rows of nearly the same lengths and cut them alike.
-    - uniform ``lengths``, or by rows if a rank can run all of its rows at once: a rank has one
-      group of neighbours.
-    - uniform ``rows``, or ``both``: numbers of rows differ by one at most; by tokens, lengths are
-      nearly the same.
+    - grouped, packed by rows, or uniform ``rows`` or ``both``: rows sorted by length are dealt in
+      turns that reverse, so that all ranks have rows of nearly the same lengths and cut them alike.
+      Numbers of rows differ by one at most.
+    - uniform ``lengths``: a rank has one group of neighbours.
     - by rows otherwise: micro-batches keep the order of the step, so rows are divided in turn.
 
     Args:
@@ -488,37 +444,31 @@ def balance_by_tokens(
     """
     layout = layout or MicroBatchLayout()
     in_turn = list(map(list, balance_by_rows(len(lengths), ranks)))
-    if ranks == 1 or len(lengths) <= ranks:
+    in_order = layout.pads and layout.keeps_order(limit)
+    if in_order or ranks == 1 or len(lengths) <= ranks:
         return in_turn
     if not layout.pads and limit.unit == "tokens":
         return spread_by_tokens(torch.as_tensor(lengths).tolist(), ranks)
     by_length = torch.sort(torch.as_tensor(lengths), descending=True, stable=True)
     order: list[int] = by_length.indices.tolist()
     real: list[int] = by_length.values.tolist()
-    if not layout.is_usual:
+    if layout.kind != "padded" or layout.uniform in ("rows", "both"):
         # In turns that reverse: of 2 * ranks rows, a rank has one of the first half, and the one at
         # the same distance from the end.
         return [
             sorted(order[rank :: 2 * ranks] + order[2 * ranks - 1 - rank :: 2 * ranks])
             for rank in range(ranks)
         ]
-    if layout.uniform in ("rows", "both"):
-        if limit.unit == "rows":
-            return in_turn
-        return [sorted(order[rank::ranks]) for rank in range(ranks)]
-
     padded = layout.padded_lengths(real)
     # Computed once for each length; there are far fewer lengths than rows.
     rows_within = {length: layout.rows_within(limit, length) for length in set(real)}
     max_rows = [rows_within[length] for length in real]
-    if layout.uniform is None and limit.unit == "tokens":
+    if layout.uniform is None:
         num_waves = math.ceil(_fewest_groups(max_rows) / ranks)
     else:
         # One wave: a rank has one group of neighbours, which it cuts into equal micro-batches.
         num_waves = 1
         micro_batches_each = math.ceil(len(order) / (ranks * max_rows[0]))
-        if layout.uniform is None and micro_batches_each > 1:
-            return in_turn
         max_rows = [micro_batches_each * rows for rows in max_rows]
     divided: list[list[int]] = [[] for _ in range(ranks)]
     for wave in _SortedRows(padded, max_rows).waves(num_waves, ranks):

@@ -5,7 +5,6 @@ and cached.
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import logging
 import math
@@ -73,12 +72,6 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     return num_rows
 
 
-@functools.cache
-def _log_cached(num_rows: int, cache_file: Path) -> None:
-    """Log once that lengths were read: an estimate of several changes reads them for each."""
-    logger.info("lengths of %d rows read from %s", num_rows, cache_file)
-
-
 def measure_rows(
     dataset: Any,
     measure: Measure,
@@ -100,7 +93,7 @@ def measure_rows(
         measure: ``measure(index, row)`` returns integers, the number of tokens of the row first.
         num_numbers: number of integers that `measure` returns.
         cache_file: file whose name has a fingerprint of data, tokenizer and settings; None for no
-            cache. A file that cannot be read or written is logged.
+            cache. A file that cannot be written is logged.
         reads_cache: False ignores the file and replaces it.
         num_workers: number of processes; 0 measures in this process; None uses all CPUs if the
             first rows show that it helps. If the processes fail, the reason is logged and the rest
@@ -124,9 +117,8 @@ def measure_rows(
             # Measure a few evenly spaced rows and the longest again: the data may have changed.
             spaced = torch.linspace(0, num_rows - 1, RECHECKED_ROWS - 1, dtype=torch.float64)
             rechecked = sorted({*spaced.long().tolist(), int(cached[:, 0].argmax())})
-            changed = [row for row in rechecked if [*rows.measured(row)] != cached[row].tolist()]
+            changed = [row for row in rechecked if [*rows[row]] != cached[row].tolist()]
             if not changed:
-                _log_cached(num_rows, cache_file)
                 return cached
             logger.warning(
                 "%s: row %d has changed; measuring all rows again", cache_file, changed[0]
@@ -201,21 +193,15 @@ def mean_rows(num_tokens: int, lengths: torch.Tensor) -> int:
     return max(1, int(num_tokens / lengths.double().mean()))
 
 
-class _Rows(Dataset[Numbers | str]):
-    """Measurements of each row, or the error of a row that cannot be read."""
+class _Rows(Dataset[Numbers]):
+    """Measurements of each row."""
 
     def __init__(self, dataset: Any, measure: Measure) -> None:
         self._dataset = dataset
         self._measure = measure
 
-    def measured(self, row: int) -> Numbers:
+    def __getitem__(self, row: int) -> Numbers:
         return self._measure(row, self._dataset[row])
-
-    def __getitem__(self, row: int) -> Numbers | str:
-        try:
-            return self.measured(row)
-        except Exception as error:
-            return f"{type(error).__name__}: {error}"
 
 
 def _measure_all(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
@@ -228,35 +214,42 @@ def _measure_all(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterato
     # Read at least one row here even if workers read the rest: they inherit what the dataset opens
     # lazily.
     while row < num_rows and (row == 0 or time.monotonic() - start < timed_seconds):
-        yield rows.measured(row)
+        yield rows[row]
         row += 1
     seconds_per_row = (time.monotonic() - start) / row
-    rows_left = range(row, num_rows)
+    rows_left = num_rows - row
     if num_workers is None:
-        num_workers = _worthwhile_workers(seconds_per_row * len(rows_left))
-    failure = ""
+        num_workers = _worthwhile_workers(seconds_per_row * rows_left)
     if num_workers > 0 and rows_left:
         # At least four chunks for each worker, so that all end at nearly the same time.
         chunk_rows = min(
-            math.ceil(len(rows_left) / (4 * num_workers)),
+            math.ceil(rows_left / (4 * num_workers)),
             int(CHUNK_SECONDS / max(seconds_per_row, 1e-9)),
         )
-        for numbers in _measure_by_workers(
-            rows, rows_left, num_workers=num_workers, chunk_rows=max(1, chunk_rows)
-        ):
-            if isinstance(numbers, str):
-                failure = numbers
-                break
-            yield numbers
-            row += 1
-    if failure and row < num_rows:
-        # A mistake in the dataset raises its own error here. Otherwise the workers are to blame.
-        yield rows.measured(row)
-        message = "worker processes failed at row %d (%s); counting the other rows in this process"
-        logger.warning(message, row, failure)
-        row += 1
+        try:
+            # The processes are forked, so that the dataset is not pickled. The loader has a
+            # generator, as it would otherwise draw its base seed from torch's global one.
+            chunks = DataLoader(
+                rows,
+                batch_size=max(1, chunk_rows),
+                sampler=range(row, num_rows),
+                collate_fn=list,
+                num_workers=num_workers,
+                multiprocessing_context="fork",
+                timeout=STALLED_SECONDS,
+                generator=torch.Generator(),
+            )
+            for chunk in chunks:
+                yield from chunk
+                row += len(chunk)
+        except Exception as error:
+            # If a row cannot be read, it raises its own error below.
+            message = "worker processes failed (%s); counting the rows from %d on in this process"
+            # A worker's error begins with its traceback.
+            *_, reason = str(error).strip().split("\n")
+            logger.warning(message, reason, row)
     for number in range(row, num_rows):
-        yield rows.measured(number)
+        yield rows[number]
 
 
 def _worthwhile_workers(seconds_left: float) -> int:
@@ -273,29 +266,6 @@ def _worthwhile_workers(seconds_left: float) -> int:
     if num_cpus == 1:
         return 0
     return min(num_cpus, MAX_WORKERS)
-
-
-def _measure_by_workers(
-    rows: _Rows, numbers: range, *, num_workers: int, chunk_rows: int
-) -> Iterator[Numbers | str]:
-    """Yield the numbers of each row in order, or the reason why a row or the workers failed."""
-    try:
-        # The processes are forked, so that the dataset is not pickled. The loader has a generator,
-        # as it would otherwise draw its base seed from torch's global one.
-        chunks = DataLoader(
-            rows,
-            batch_size=chunk_rows,
-            sampler=numbers,
-            collate_fn=list,
-            num_workers=num_workers,
-            multiprocessing_context="fork",
-            timeout=STALLED_SECONDS,
-            generator=torch.Generator(),
-        )
-        for chunk in chunks:
-            yield from chunk
-    except Exception as error:
-        yield f"{type(error).__name__}: {error}"
 
 
 @contextlib.contextmanager
@@ -327,13 +297,10 @@ def _checksum(path: Path, content: bytes) -> bytes:
 
 
 def _read_cache(path: Path, num_rows: int, num_numbers: int) -> torch.Tensor | None:
-    """Read a cache file; None if it is missing or, after a log line, cannot be trusted."""
+    """Read a cache file; None if it cannot be read or, after a log line, cannot be trusted."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        logger.warning("%s cannot be read (%s); counting the rows", path, error)
+    except OSError:
         return None
     content = data[_CHECKSUM_BYTES:]
     is_intact = data[:_CHECKSUM_BYTES] == _checksum(path, content)

@@ -27,7 +27,7 @@ from adaptive_batch.schedules import (
     request_batch,
 )
 
-from .sampling import Batching, RowOrder, row_order
+from .sampling import Batching, row_order
 
 
 class Rows(Protocol):
@@ -121,7 +121,7 @@ class PlannedEpoch:
     ranks: int
     divisible: bool
     measure: Callable[[], RowLengths]
-    order_of: Callable[[int], RowOrder] | None = None
+    order_of: Callable[[int], torch.Tensor] | None = None
 
     @cached_property
     def begin(self) -> Progress:
@@ -134,13 +134,13 @@ class PlannedEpoch:
         return self.measure()
 
     @cached_property
-    def order(self) -> RowOrder:
+    def order(self) -> torch.Tensor:
         """Row numbers in the order of their use."""
         if self.batching.batch_tokens:
             return self.token_steps.rows
         return self._order()
 
-    def _order(self) -> RowOrder:
+    def _order(self) -> torch.Tensor:
         """Return the order of the rows before steps by tokens are filled."""
         batching = self.batching
         epoch = self.planned_at.epoch
@@ -159,7 +159,7 @@ class PlannedEpoch:
     @cached_property
     def _ordered_tokens(self) -> torch.Tensor:
         """Real tokens of each row, in the order of their use."""
-        return self.lengths.real[self.order[:]]
+        return self.lengths.real[self.order]
 
     @cached_property
     def token_steps(self) -> TokenSteps:
@@ -174,7 +174,7 @@ class PlannedEpoch:
         return fill_steps(
             self.lengths.all,
             batching.batch_size_schedule or batching.batch_tokens,
-            order=self._order()[:],
+            order=self._order(),
             begin=self.begin,
             ranks=self.ranks,
             min_rows=min_rows,

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -248,22 +248,22 @@ YIELDS_BATCHES = "it yields batches, which are made here; give its sampler"
 
 
 class SamplerOrder:
-    """The order of a script's own sampler, drawn as far as it is needed.
+    """The order of a script's own sampler. Each epoch is drawn at its first step.
 
     A run that resumes within an epoch repeats the sampler's draws from torch's random numbers or
     from its own generator.
 
     Args:
         sampler: yields row numbers, and has a length; its ``set_epoch`` is called.
+        num_rows: rows of the dataset.
     """
 
-    def __init__(self, sampler: Any) -> None:
+    def __init__(self, sampler: Any, num_rows: int) -> None:
         self._sampler = sampler
         self._epoch = -1
-        # The numbers that are drawn, and the sampler's iterator over the next ones.
-        self._numbers: list[int] = []
-        self._draws: Iterator[int] = iter(())
-        # Random state at the start of an epoch's draws, to repeat them.
+        # Before the first draw, any rows stand in for those that are drawn.
+        self._numbers = torch.arange(len(sampler)) % num_rows
+        # Random state at the start of the epoch's draws, to repeat them.
         self._random_state: dict[str, torch.Tensor] = {}
 
     @property
@@ -275,67 +275,40 @@ class SamplerOrder:
     def __len__(self) -> int:
         return len(self._sampler)
 
-    def __call__(self, epoch: int) -> RowOrder:
-        """Return the order of an epoch, whose rows are drawn when they are read."""
-        return SampledOrder(self, epoch)
-
-    def ahead(self, epoch: int) -> RowOrder:
-        """Return the order that an epoch would have if it began now, drawn without a trace. An
-        epoch that has begun keeps its order.
-        """
-        if epoch == self._epoch:
-            return self(epoch)
-        # fork_rng restores torch's own generator. The new one only stands in for a missing one.
-        generator = self._generator or torch.Generator()
-        with torch.random.fork_rng(devices=[]):
-            state = generator.get_state()
-            numbers = SamplerOrder(self._sampler).read(epoch, 0, len(self))
-            generator.set_state(state)
-        # The draws have set the sampler to `epoch`.
-        if self._epoch >= 0 and hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(self._epoch)
-        return numbers
-
-    def read(self, epoch: int, begin: int, end: int) -> torch.Tensor:
-        """Return a part of the order of an epoch. Begin its draws unless it was read last."""
+    def __call__(self, epoch: int) -> torch.Tensor:
+        """Return the order of an epoch, and draw it unless it was drawn last."""
         if epoch != self._epoch:
-            self._begin(epoch)
-        drawn = list(islice(self._draws, max(0, end - len(self._numbers))))
-        if any(isinstance(number, list | tuple) for number in drawn):
-            raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
-        self._numbers += map(int, drawn)
-        return torch.tensor(self._numbers[begin:end], dtype=torch.int64)
+            self._epoch = epoch
+            self._random_state = {"torch": torch.get_rng_state()}
+            if self._generator is not None:
+                self._random_state["generator"] = self._generator.get_state()
+            if hasattr(self._sampler, "set_epoch"):
+                self._sampler.set_epoch(epoch)
+            numbers = list(islice(self._sampler, len(self)))
+            if any(isinstance(number, list | tuple) for number in numbers):
+                raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
+            self._numbers = torch.tensor(numbers, dtype=torch.int64)
+        return self._numbers
 
-    def _begin(self, epoch: int) -> None:
-        if hasattr(self._sampler, "set_epoch"):
-            self._sampler.set_epoch(epoch)
-        self._epoch = epoch
-        self._numbers = []
-        self._random_state = {"torch": torch.get_rng_state()}
-        if self._generator is not None:
-            self._random_state["generator"] = self._generator.get_state()
-        self._draws = iter(self._sampler)
+    def last_drawn(self, epoch: int) -> torch.Tensor:
+        """Return the order that was drawn last, in place of an epoch that is not drawn yet."""
+        return self._numbers
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random state at the start of the epoch's draws, and a checksum of the draws so
-        far.
-        """
-        drawn = torch.tensor(self._numbers, dtype=torch.int64)
-        checksum = zlib.crc32(drawn.numpy().tobytes())
+        """Return the random state at the start of the epoch's draws, and their checksum."""
         return {
             "epoch": self._epoch,
             "random": self._random_state,
-            "rows": len(drawn),
-            "checksum": checksum,
+            "checksum": zlib.crc32(self._numbers.numpy().tobytes()),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Draw the epoch of the state again, as far as it was drawn.
+        """Draw the epoch of the state again.
 
         Raises:
             SettingError: the sampler draws other rows than before.
         """
-        # No epoch has begun, so that read() begins the epoch even if it is this one.
+        # No epoch is drawn, so that the call draws it even if it is this one.
         self._epoch = -1
         if state["epoch"] < 0:
             return
@@ -343,28 +316,9 @@ class SamplerOrder:
             torch.set_rng_state(state["random"]["torch"])
             if self._generator is not None and "generator" in state["random"]:
                 self._generator.set_state(state["random"]["generator"])
-            self.read(state["epoch"], 0, state["rows"])
+            self(state["epoch"])
         if self.state_dict()["checksum"] != state["checksum"]:
             remedy = (
                 "it yields other rows than it did before the state was saved; seed it by its epoch"
             )
             raise SettingError("sampler", type(self._sampler).__name__, remedy)
-
-
-class SampledOrder:
-    """The order of one epoch of a sampler."""
-
-    def __init__(self, order: SamplerOrder, epoch: int) -> None:
-        self._order = order
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, places: slice, /) -> torch.Tensor:
-        begin, end, _ = places.indices(len(self))
-        return self._order.read(self._epoch, begin, end)
-
-
-# A slice of an order is an int64 tensor, and [:] is all of it.
-RowOrder: TypeAlias = torch.Tensor | SampledOrder

@@ -161,7 +161,7 @@ class FastestSearch:
         They follow from the times of the smallest and of the largest micro-batches. A layout that
         needs no time model, or cannot be measured, is returned unchanged.
         """
-        if not (layout.sorts and layout.pads):
+        if layout.kind != "grouped":
             return layout
         timed = self._time([self._candidate(layout, limit) for limit in self._limits(layout)])
         if len(timed) < 2:

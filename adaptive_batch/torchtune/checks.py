@@ -237,12 +237,12 @@ _RULES: tuple[_Rule, ...] = (
     ),
     (
         "micro_batch_layout",
-        lambda s, c: not s.layout_kind.is_usual and s.uniform_micro_batches,
+        lambda s, c: s.layout_kind != "padded" and s.uniform_micro_batches,
         "uniform_micro_batches={s.uniform_micro_batches} needs padded rows; remove one",
     ),
     (
         "micro_batch_layout",
-        lambda s, c: not s.layout_kind.pads and s.pad_to_multiple_of > 1,
+        lambda s, c: s.layout_kind == "packed" and s.pad_to_multiple_of > 1,
         "packed rows have no padding, and pad_to_multiple_of is {s.pad_to_multiple_of}; remove one",
     ),
     (
@@ -294,7 +294,7 @@ _IN_BACKWARD: tuple[_Rule, ...] = (
     ("micro_batch_tokens", lambda s, c: s.micro_batch_tokens, _STEPPED),
     ("uniform_micro_batches", lambda s, c: s.uniform_micro_batches, _STEPPED),
     ("grow_beyond_maximum", lambda s, c: s.grow_beyond_maximum, _STEPPED),
-    ("micro_batch_layout", lambda s, c: s.layout_kind.sorts, _STEPPED),
+    ("micro_batch_layout", lambda s, c: s.layout_kind == "grouped", _STEPPED),
     (
         "micro_batch_size",
         lambda s, c: (
@@ -341,7 +341,7 @@ _NOISE: tuple[_Rule, ...] = (
     ),
     (
         "",
-        lambda s, c: s.layout_kind.sorts,
+        lambda s, c: s.layout_kind == "grouped",
         "micro_batch_layout={s.micro_batch_layout} sorts rows by length; use padded or packed",
     ),
     (

@@ -269,7 +269,7 @@ class Data:
         """Return the numbers of the rows of up to `longest` tokens in the order of
         :meth:`_first_epoch`.
         """
-        order = self._first_epoch().order[:]
+        order = self._first_epoch().order
         return order[self.dataset.lengths[order] <= longest]
 
     def _first_epoch(self) -> PlannedEpoch:
@@ -333,7 +333,7 @@ class Data:
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
         self._check_labels()
-        if not settings.layout_kind.pads and self.why_unpacked:
+        if settings.layout_kind == "packed" and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
         # If training needs the lengths, measure them now: this refuses a row that the model does

@@ -365,7 +365,7 @@ class FakeRun:
         # row. The number of operations would then depend on the rows, and a curve of the memory
         # needs the same operations at each size.
         has_one_kernel = self._on_accelerator and str(cfg.dtype) in ("bf16", "bfloat16")
-        if not settings.layout_kind.pads and not has_one_kernel:
+        if settings.layout_kind == "packed" and not has_one_kernel:
             self._left_out.append(
                 f"micro_batch_layout={settings.micro_batch_layout}: rows are counted as padded to"
                 " the longest one"

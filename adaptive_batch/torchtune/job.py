@@ -82,7 +82,7 @@ class Job:
         if cfg.compile:
             # By default, torch compiles the first shape as static and compiles again for the
             # second. If micro-batches have many shapes, compile with dynamic shapes from the start.
-            has_many_shapes = settings.chooses_fastest or not settings.layout_kind.is_usual
+            has_many_shapes = settings.chooses_fastest or settings.layout_kind != "padded"
             _set_compiler(settings.activation_memory_budget, is_static=not has_many_shapes)
         self.loss_fn = instantiate("loss", cfg.loss)
         self.task = (task or task_of(cfg, self.loss_fn))(cfg, self.loss_fn)

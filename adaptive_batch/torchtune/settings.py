@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from adaptive_batch._util import auto_or_whole, check_headroom, check_whole, one_of, option
-from adaptive_batch.data import LAYOUT_KINDS, UNIFORM, Batching, LayoutKind
+from adaptive_batch.data import LAYOUT_KINDS, UNIFORM, Batching
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
@@ -316,9 +316,9 @@ class Settings(Batching):
         return self.log_gradient_noise_scale or needs_noise_scale(self.batch_size_schedule)
 
     @property
-    def layout_kind(self) -> LayoutKind:
+    def layout_kind(self) -> str:
         """Layout of a micro-batch, unless ``auto`` chooses another."""
-        return LAYOUT_KINDS[self.micro_batch_layout or "padded"]
+        return self.micro_batch_layout or "padded"
 
     @property
     def micro_batch_limit(self) -> int | str | None:
@@ -388,7 +388,7 @@ class Settings(Batching):
         return (
             isinstance(self.micro_batch_limit, int)
             or self.batch_tokens is not None
-            or self.layout_kind.sorts
+            or self.layout_kind == "grouped"
             or self.chooses_fastest
             or (self.grows and self.grow_beyond_maximum)
             or (self.gradient_accumulation_steps > 1 and self.whole_step_rows is None)
@@ -405,7 +405,7 @@ class Settings(Batching):
             or self.micro_batch_limit is not None
             or self.batch_tokens is not None
             or self.uniform_micro_batches is not None
-            or not self.layout_kind.is_usual
+            or self.layout_kind != "padded"
         )
 
     @classmethod

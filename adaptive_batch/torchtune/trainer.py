@@ -233,7 +233,7 @@ class Trainer:
             SettingError: packed rows would train differently from padded ones.
         """
         settings = self._job.settings
-        if settings.layout_kind.pads:
+        if settings.layout_kind != "packed":
             return
         reason = self.why_not_packed()
         if reason:

@@ -35,7 +35,6 @@ from adaptive_batch.data import (
     MicroBatch,
     MicroBatchLayout,
     MicroBatchLimit,
-    RowOrder,
     largest_rows,
     longest_rows,
     micro_batches,
@@ -160,7 +159,7 @@ class LongestRows:
         length: int | None = None,
         are_alike: bool = False,
         prepare: Callable[[Any], Any] = lambda row: row,
-        order: Callable[[], RowOrder] | None = None,
+        order: Callable[[], torch.Tensor] | None = None,
     ) -> LongestRows:
         """Build the rows of a dataset. The largest row has the most bytes in its tensors.
 
@@ -184,7 +183,7 @@ class LongestRows:
 
         def in_order(begin: int, size: int) -> list[Any]:
             assert order is not None
-            numbers_in_order = order()[:]
+            numbers_in_order = order()
             if not len(numbers_in_order):
                 return first(size)
             places = torch.arange(begin, begin + size) % len(numbers_in_order)
@@ -687,7 +686,7 @@ class ThroughputSearch:
 
     def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
         """Return the smallest and the largest useful limit of a layout that may fit."""
-        unit = self._sizer.limit().unit if layout.is_usual else "tokens"
+        unit = self._sizer.limit().unit if layout.kind == "padded" else "tokens"
         smallest = layout.amount(1, self._longest, unit=unit)
         # More than a whole step is of no use.
         whole_step = self._step_rows

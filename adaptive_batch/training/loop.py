@@ -371,7 +371,7 @@ class AdaptiveLoop:
         self.learning_rate = rates["lr"]
         self._nonfinite.drop_if_nonfinite(result, planned.progress, lr=rates["lr"])
         self._waiting.popleft()
-        progress = self._batches.done(tokens=result.tokens, ends_epoch=False)
+        progress = self._batches.done(tokens=result.tokens)
         record = result.record(
             progress,
             numbers=planned.numbers,

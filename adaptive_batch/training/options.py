@@ -153,7 +153,7 @@ class StepOptions:
                     field.name, value, f"only AdaptiveLoop takes it; {_ONLY_IN_LOOP[field.name]}"
                 )
         layout = self.micro_batch_layout
-        if layout is not None and not LAYOUT_KINDS[layout].pads:
+        if layout == "packed":
             remedy = (
                 "a collated batch cannot be packed; give padded or grouped, or use AdaptiveLoop"
             )

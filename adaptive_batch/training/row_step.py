@@ -19,7 +19,6 @@ from adaptive_batch._util import check_whole
 from adaptive_batch.data import (
     IGNORE_INDEX,
     DatasetAdapter,
-    RowOrder,
     check_loss,
     move_to_device,
 )
@@ -315,7 +314,7 @@ class RowStep(PartStep):
 
     # --- what fits
 
-    def longest_rows(self, order: RowOrder | None = None) -> LongestRows:
+    def longest_rows(self, order: torch.Tensor | None = None) -> LongestRows:
         """Return the rows of trials.
 
         Args:
@@ -331,7 +330,7 @@ class RowStep(PartStep):
         self,
         options: ProbeOptions,
         *,
-        order: RowOrder,
+        order: torch.Tensor,
         accumulates: bool,
         step_rows: int,
         timed_rows: int,

@@ -251,7 +251,7 @@ class MicroBatchSizer:
     def may_split(self) -> bool:
         """True if a step that fits at once may run as several micro-batches."""
         is_given = self.micro_batch_size is not None or self.micro_batch_tokens is not None
-        return is_given or self.layout.sorts
+        return is_given or self.layout.kind == "grouped"
 
     @property
     def waits_for_search(self) -> bool:

@@ -149,8 +149,8 @@ def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead
     assert [rows for _, rows in rest] == [rows for _, rows in train(growing(), epochs=1)][7:]
 
 
-@pytest.mark.parametrize(("calls_step", "warnings"), [(False, 1), (True, 0)])
-def test_epochs_that_are_read_without_a_step_give_one_warning(calls_step, warnings, caplog):
+@pytest.mark.parametrize(("calls_step", "warnings"), [(False, 3), (True, 0)])
+def test_each_epoch_that_is_repeated_without_a_step_gives_a_warning(calls_step, warnings, caplog):
     batches = growing()
     for _ in range(4):
         num_read = len(list(batches))
