@@ -23,8 +23,7 @@ from adaptive_batch.schedules import (
     Progress,
     Schedule,
     Seesaw,
-    check_increment,
-    check_schedule,
+    check_rule,
     needs_noise_scale,
     reads_tokens,
 )
@@ -115,9 +114,9 @@ class AdaptiveBatches(Batches):
             **asdict(sampling),
         )
         if batch_increase_function is not None:
-            check_increment(batch_increase_function)
+            check_rule("batch_increase_function", batch_increase_function)
         if batch_size_schedule is not None:
-            check_schedule(batch_size_schedule)
+            check_rule("batch_size_schedule", batch_size_schedule)
         if needs_noise_scale(batch_size_schedule):
             remedy = (
                 "no noise scale is measured here for it to follow; give steps, linear_ramp or"

@@ -11,7 +11,6 @@ unchanged.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import operator
 import reprlib
@@ -32,6 +31,10 @@ Increment = Callable[[int, int], int]
 Rule = TypeVar("Rule")
 KEY = "batch_size_schedule"
 INCREMENT_KEY = "batch_increase_function"
+_FORMS = {
+    KEY: "rule(progress) -> rows of a step on one device",
+    INCREMENT_KEY: "f(epoch, batch_size) -> rows to add",
+}
 # No device trains a larger batch: the rule probably returned tokens or bytes.
 MOST_ROWS = 10**9
 
@@ -148,56 +151,17 @@ def _call(
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
     if number is None or not least <= number <= MOST_ROWS:
-        if number is not None and number.bit_length() > 64:
-            # Python refuses to print a number of thousands of digits.
-            shown = f"a number of {number.bit_length()} bits"
-        else:
-            shown = reprlib.repr(answer)
         raise GrowthFunctionError(
-            f"{call} returned {shown}: it must return {remedy}: a whole number, {least} to"
-            f" {MOST_ROWS}"
+            f"{call} returned {reprlib.repr(answer)}: it must return {remedy}: a whole number,"
+            f" {least} to {MOST_ROWS}"
         )
     return number
 
 
-def check_schedule(rule: object, *, key: str = KEY) -> None:
-    """Check that `rule` can be called with one positional argument.
-
-    Raises:
-        SettingError: it cannot.
-    """
-    _check_call(rule, Progress(), key=key, form="rule(progress) -> rows of a step on one device")
-
-
-def check_increment(function: object, *, key: str = INCREMENT_KEY) -> None:
-    """Check that `function` can be called with two positional arguments.
-
-    Raises:
-        SettingError: it cannot.
-    """
-    _check_call(function, 0, 1, key=key, form="f(epoch, batch_size) -> rows to add")
-
-
-def _check_call(function: object, /, *arguments: object, key: str, form: str) -> None:
-    """Check a user's function without calling it."""
-    if not callable(function):
-        raise SettingError(
-            key, function, f"it is a {type(function).__name__}; give a function {form}"
-        )
-    try:
-        signature = inspect.signature(function)
-    except (ValueError, TypeError):
-        # Some builtins have no signature.
-        return
-    try:
-        signature.bind(*arguments)
-    except TypeError as error:
-        parameters = ", ".join(signature.parameters)
-        remedy = (
-            f"it takes ({parameters}) ({error}); give a function {form} with positional arguments,"
-            " or, in a config, a block {_component_: ..., ...} if it builds one"
-        )
-        raise SettingError(key, _name_of(function), remedy) from error
+def check_rule(key: str, rule: object) -> None:
+    """Raise SettingError if the schedule or increment of a key is not a function."""
+    if not callable(rule):
+        raise SettingError(key, rule, f"give a function {_FORMS[key]}")
 
 
 def needs_noise_scale(rule: object) -> bool:
@@ -416,19 +380,16 @@ def ramp_by_doubling(end: int, over: object, start: int | None = None) -> Schedu
             invalid.
     """
     last = _whole(f"{KEY}.end", end)
-    smallest = last
-    while smallest % 2 == 0:
-        smallest //= 2
-    if smallest == last:
+    # `end`, and all batches that doubling takes to it.
+    doubled = [last]
+    while doubled[0] % 2 == 0:
+        doubled.insert(0, doubled[0] // 2)
+    if len(doubled) == 1:
         remedy = "it is odd, so doubling a smaller batch cannot reach it; give an even number"
         raise SettingError(f"{KEY}.end", end, remedy)
-    first = smallest
+    first = doubled[0]
     if start is not None:
         first = _whole(f"{KEY}.start", start)
-    # The odd part of `end`, doubled until it is `end`.
-    doubled = [smallest]
-    while doubled[-1] < last:
-        doubled.append(2 * doubled[-1])
     if first not in doubled[:-1]:
         choices = ", ".join(map(str, doubled[:-1]))
         remedy = f"doubling it never gives end={end}; give one of {choices}"

@@ -30,8 +30,8 @@ RULES = ("none", "linear", "sqrt")
 SCALED_WITH_BATCH: Mapping[str, str] = {"beta2": "half_life", "weight_decay": "per_token"}
 # Keys of a parameter group that hold these values; ``betas`` is (beta1, beta2, ...).
 _GROUP_KEYS = {"beta2": "betas", "weight_decay": "weight_decay"}
-# f(optimizer, parameter group) -> scaled values of the group
-Scale = Callable[[Optimizer, dict[str, Any]], dict[str, Any]]
+# f(parameter group) -> scaled values of the group
+Scale = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def elapsed_steps(unit: str, progress: Progress) -> float:
@@ -180,7 +180,6 @@ def parse_scaled_options(key: str, block: object) -> Mapping[str, str]:
 
 
 def scale_group(
-    optimizer: Optimizer,
     group: Mapping[str, Any],
     *,
     ratio: float,
@@ -190,7 +189,6 @@ def scale_group(
     """Return the changed values of a parameter group for a step.
 
     Args:
-        optimizer: optimizer of the group.
         group: parameter group with unscaled values.
         ratio: batch of the step / reference.
         rate_factor: factor of the learning rate.
@@ -202,14 +200,12 @@ def scale_group(
         # torchao's optimizers require a tensor.
         if isinstance(group["lr"], torch.Tensor):
             scaled["lr"] = torch.full_like(group["lr"], scaled["lr"])
-    # torchao's low-bit optimizers recompile their step for each new Python number, not for tensors.
-    to_option: Callable[[float], Any] = torch.tensor if _is_low_bit(optimizer) else float
     if "beta2" in names:
         beta1, beta2, *others = group["betas"]
-        scaled["betas"] = (beta1, to_option(scale_beta2(beta2, ratio)), *others)
+        scaled["betas"] = (beta1, scale_beta2(beta2, ratio), *others)
     if "weight_decay" in names:
         weight_decay = scale_weight_decay(group["weight_decay"], ratio, rate_factor)
-        scaled["weight_decay"] = to_option(weight_decay)
+        scaled["weight_decay"] = float(weight_decay)
     return scaled
 
 
@@ -275,7 +271,7 @@ class _ScaledSteps:
             )
             raise SettingError("optimizer", type(self._optimizer).__name__, remedy)
         for group in self._optimizer.param_groups:
-            scaled = self.scale(self._optimizer, group)
+            scaled = self.scale(group)
             unscaled = {key: group[key] for key in scaled}
             self._scaled.append((group, unscaled, scaled))
             group.update(scaled)
@@ -302,17 +298,24 @@ def read_scaled_options(
     return options
 
 
-def prepare_for_scaled_options(optimizer: Optimizer, methods: Mapping[str, str]) -> None:
-    """Check that an optimizer has the options to scale, and patch torchao's to accept them.
+def check_scaled_options(optimizer: Optimizer, methods: Mapping[str, str]) -> None:
+    """Check that the options to scale can change at each step of an optimizer.
 
     Args:
         optimizer: optimizer to check.
         methods: method by name of the option, from :func:`parse_scaled_options`.
 
     Raises:
-        SettingError: the parameter groups lack an option, or it is 0.
+        SettingError: the parameter groups lack an option, it is 0, or it must be constant.
     """
     kind = type(optimizer).__name__
+    # torchao's low-bit optimizers.
+    if methods and hasattr(optimizer, "_subclass_zeros"):
+        remedy = (
+            f"{kind} compiles its step for constant options; remove this key, or use"
+            " torch.optim.AdamW"
+        )
+        raise SettingError("scale_with_batch", dict(methods), remedy)
     groups = optimizer.param_groups
     for name, method in methods.items():
         group_key = _GROUP_KEYS[name]
@@ -326,27 +329,6 @@ def prepare_for_scaled_options(optimizer: Optimizer, methods: Mapping[str, str])
         if all(_option_value(group, name) == 0 for group in groups):
             remedy = f"{name} of {kind} is 0; set it, or remove this key"
             raise SettingError(f"scale_with_batch.{name}", method, remedy)
-    if "beta2" in methods and _is_low_bit(optimizer):
-        _let_beta2_be_a_tensor(optimizer)
-
-
-def _is_low_bit(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer is one of torchao's low-bit optimizers."""
-    return hasattr(optimizer, "_subclass_zeros")
-
-
-def _let_beta2_be_a_tensor(optimizer: Any) -> None:
-    """Register the operation that torchao's low-bit states lack for a beta2 tensor."""
-    block_size = optimizer.block_size
-    if math.isinf(block_size):
-        # torchao's AdamW without low-bit states
-        return
-    low_bit_type = type(optimizer._subclass_zeros(torch.zeros(block_size), True, block_size))
-
-    @low_bit_type.implements(torch.ops.aten.lerp.Tensor)  # type: ignore[untyped-decorator]
-    def lerp(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        tensors = [arg.dequantize() if isinstance(arg, low_bit_type) else arg for arg in args]
-        return func(*tensors, **kwargs)
 
 
 def _option_value(group: Mapping[str, Any], name: str) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from fractions import Fraction
 from functools import cached_property
@@ -243,12 +244,7 @@ class Duration:
         )
 
     def __str__(self) -> str:
-        # 1.5e+06 becomes 1.5e6.
-        short = f"{self.amount:g}".replace("e+0", "e").replace("e+", "e").replace("e-0", "e-")
-        # ":g" rounds to six digits.
-        if float(short) != self.amount:
-            return f"{self.amount}{self.unit}"
-        return f"{short}{self.unit}"
+        return f"{self.amount}".removesuffix(".0") + self.unit
 
 
 def parse_duration(value: object, *, key: str) -> Duration:
@@ -258,25 +254,19 @@ def parse_duration(value: object, *, key: str) -> Duration:
         SettingError: the value of `key` lacks a unit, is not finite and above 0, or is fractional
             in a unit other than epochs.
     """
-    match = None
-    if isinstance(value, str):
-        match = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", value.strip())
-    if match is None:
+    amount = math.nan
+    unit = ""
+    match = re.fullmatch(r"(.*?)\s*(ep|ba|sp|tok)", str(value).strip())
+    if match is not None:
+        unit = match[2]
+        with suppress(ValueError):
+            amount = float(match[1])
+    # NaN is not above 0.
+    is_valid = 0 < amount < math.inf and (unit == "ep" or amount == int(amount))
+    if not is_valid:
         remedy = (
-            "give a number with a unit, such as 2ep (epochs), 100ba (optimizer steps), 10000sp"
-            " (samples) or 1e6tok (tokens)"
+            "give a number above 0 with a unit, such as 0.5ep (epochs), 100ba (optimizer steps),"
+            " 10000sp (samples) or 1e6tok (tokens); only ep may have a fraction"
         )
         raise SettingError(key, value, remedy)
-    number, unit = match.groups()
-    try:
-        amount = float(number)
-    except ValueError:
-        # NaN fails the next check.
-        amount = math.nan
-    if not 0 < amount < math.inf:
-        raise SettingError(key, value, f"give a finite number above 0, such as 2{unit}")
-    if unit != "ep" and amount != int(amount):
-        raise SettingError(
-            key, value, f"{unit} must be a whole number; only ep may have a fraction"
-        )
     return Duration(amount if unit == "ep" else int(amount), unit)

@@ -29,6 +29,7 @@ from torchtune.config._utils import _get_component_from_path, _merge_yaml_and_cl
 
 from adaptive_batch._util import Option, nearest
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
+from adaptive_batch.schedules import check_rule
 
 _BLOCK = "give a block with _component_, as in torchtune's configs, which `tune ls` lists"
 _NEEDED = {
@@ -334,28 +335,23 @@ def table(block: type, *, prefix: str = "") -> str:
 # --- functions
 
 
-def function(check: Callable[..., None]) -> Callable[[str, Any], Any]:
-    """Return the reader of a key that names a function by a dotted path, or builds one by a block
-    with `_component_`.
+def function(name: str, value: Any) -> Any:
+    """Read a key that names a function by a dotted path, or builds one by a block with
+    `_component_`.
     """
-
-    def read(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            component = value.get("_component_")
-            build = load_function(component, key=f"{name}._component_")
-            arguments = {str(key): given for key, given in value.items() if key != "_component_"}
-            remedy = (
-                f"correct its arguments; to use the function without a call, write {name}:"
-                f" {component}"
-            )
-            with refusing(f"{name}._component_", component, remedy):
-                loaded = build(**arguments)
-        else:
-            loaded = load_function(value, key=name)
-        check(loaded, key=name)
-        return loaded
-
-    return read
+    if isinstance(value, Mapping):
+        component = value.get("_component_")
+        build = load_function(component, key=f"{name}._component_")
+        arguments = {str(key): given for key, given in value.items() if key != "_component_"}
+        remedy = (
+            f"correct its arguments; to use the function without a call, write {name}: {component}"
+        )
+        with refusing(f"{name}._component_", component, remedy):
+            loaded = build(**arguments)
+    else:
+        loaded = load_function(value, key=name)
+    check_rule(name, loaded)
+    return loaded
 
 
 def load_function(path: object, *, key: str) -> Any:

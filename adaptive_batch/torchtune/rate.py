@@ -13,8 +13,8 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     ReferenceBatch,
     Seesaw,
+    check_scaled_options,
     follows_clock,
-    prepare_for_scaled_options,
     schedule_factor,
     write_rate,
 )
@@ -104,7 +104,7 @@ def check_rate(job: Job) -> None:
     """
     optimizer = job.optimizer_of_one_weight()
     # Raises for a missing option.
-    prepare_for_scaled_options(optimizer, job.settings.scale_with_batch or {})
+    check_scaled_options(optimizer, job.settings.scale_with_batch or {})
     cfg = job.cfg
     block = cfg.get("lr_scheduler", None)
     if not block:

@@ -24,8 +24,6 @@ from adaptive_batch.schedules import (
     UNITS,
     ReferenceBatch,
     Schedule,
-    check_increment,
-    check_schedule,
     needs_noise_scale,
     parse_reference,
     parse_scaled_options,
@@ -245,11 +243,9 @@ class Settings(Batching):
     ac_mode: str | None = option(None, one_of("none", "full", "selective"))
     custom_sharded_layers: tuple[str, ...] = option((), _names)
     batch_increase_function: Callable[[int, int], int] | None = option(
-        None, function(check_increment), resume="refuse"
+        None, function, resume="refuse"
     )
-    batch_size_schedule: Schedule | None = option(
-        None, function(check_schedule), resume="refuse", fills_steps=True
-    )
+    batch_size_schedule: Schedule | None = option(None, function, resume="refuse", fills_steps=True)
     preview: bool = option(False)
     micro_batch_size: int | str | None = option(None, auto_or_whole, resume="report")
     micro_batch_tokens: int | str | None = option(None, auto_or_whole, resume="report")

@@ -19,12 +19,12 @@ from adaptive_batch.schedules import (
     UNITS,
     Progress,
     ReferenceBatch,
+    check_scaled_options,
     elapsed_steps,
     factors_at,
     follows_clock,
     parse_reference,
     parse_scaled_options,
-    prepare_for_scaled_options,
     read_scaled_options,
     scale_group,
     scale_learning_rate,
@@ -100,7 +100,7 @@ class AdaptiveRate:
         self._scheduler = unwrap(lr_scheduler, "scheduler")
         self._check_scheduler()
         for each in self._optimizers:
-            prepare_for_scaled_options(each, self._scaled_options)
+            check_scaled_options(each, self._scaled_options)
             # Detach an earlier AdaptiveRate of this optimizer.
             scale_steps(each, None)
         self._clock = lr_clock
@@ -203,7 +203,7 @@ class AdaptiveRate:
             for optimizer in self._optimizers:
                 scale_steps(optimizer, scale)
             # Copies with the scaled values, to report the rate of the step.
-            groups = [group | scale(self._optimizers[0], group) for group in groups]
+            groups = [group | scale(group) for group in groups]
         rates = [float(group["lr"]) for group in groups]
         if self._scheduler is not None:
             # The scheduler's get_last_lr() then returns the scaled rates.

@@ -40,11 +40,7 @@ CROSS_ENTROPY = "loss=torch.nn.CrossEntropyLoss"
 # By the key of the error, what is typed after ``tune run adaptive_full_finetune``.
 REFUSED = {
     "batch_increase_function": [
-        *(
-            f"batch_increase_function={COMPONENTS}.{name}"
-            for name in ("four_mor", "NOT_CALLABLE", "takes_one")
-        ),
-        "batch_increase_function=adaptive_batch.schedules.geometric",
+        *(f"batch_increase_function={COMPONENTS}.{name}" for name in ("four_mor", "NOT_CALLABLE")),
         "batch_increase_function=nowhere.f",
     ],
     "batch_increase_function._component_": [
@@ -52,8 +48,6 @@ REFUSED = {
     ],
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
-        f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
-        f"{SCHEDULE}=support.components.takes_two",
         f"{STEPS} {SCHEDULE}.batch_sizes=[4,8,64] drop_last=True",
         f"optimizer_in_bwd=True {BY_NOISE}",
         f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
@@ -195,6 +189,11 @@ REFUSED = {
 }
 # Functions whose answers cannot be used.
 RULES = [
+    # Builders that are not called.
+    "batch_increase_function=adaptive_batch.schedules.geometric",
+    f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
+    f"batch_increase_function={COMPONENTS}.takes_one",
+    f"{SCHEDULE}=support.components.takes_two",
     f"batch_increase_function={COMPONENTS}.negative_in_second_epoch",
     f"batch_increase_function={COMPONENTS}.exits_in_second_epoch {PROBE}",
     f"{SCHEDULE}=support.components.raises_in_second_epoch",
