@@ -27,7 +27,7 @@ TIER = {
     for tier, names in enumerate((*LINE.split(" < "), *ABOVE_ALL))
     for name in names.split(", ")
 }
-BELOW_ALL = {"errors", "_util", "_torch", "config_files", "inject"}
+BELOW_ALL = {"errors", "_util", "_torch", "_random", "config_files", "inject"}
 # PyTorch's wheel holds both.
 OUTSIDE = sys.stdlib_module_names | {"torch", "functorch"}
 # Imported where it is used.

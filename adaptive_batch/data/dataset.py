@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import pickle
-import random
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -17,13 +14,11 @@ import torch
 from torch.utils.data import Dataset
 
 from adaptive_batch import distributed
-from adaptive_batch._torch import PrivateNames
+from adaptive_batch._random import RandomState
 from adaptive_batch._util import check_whole
 from adaptive_batch.errors import SettingError
 
 from .lengths import count_other_bytes, count_rows, longest_rows, measure_rows
-
-private = PrivateNames("reading rows ahead")
 
 # Label that torch's cross-entropy and Hugging Face's models ignore.
 IGNORE_INDEX = -100
@@ -53,9 +48,6 @@ class DatasetAdapter(Dataset[Any]):
     """
 
     def __init__(self, dataset: Any, row_length: RowLength = None) -> None:
-        if isinstance(dataset, Mapping):
-            remedy = "it is a mapping; give a list of rows, or a dataset with rows by number"
-            raise SettingError("dataset", type(dataset).__name__, remedy)
         count_rows(dataset)
         if row_length is not None and not callable(row_length):
             check_whole(
@@ -75,11 +67,6 @@ class DatasetAdapter(Dataset[Any]):
         except StopIteration as error:
             # Otherwise the error would end the loop over the loader, and the epoch, in silence.
             raise RuntimeError(f"row {number} of the dataset raised StopIteration") from error
-
-    def expect(self, numbers: Sequence[int]) -> None:
-        """Read these rows ahead, if the dataset is a :class:`ReadAhead`."""
-        if isinstance(self._dataset, ReadAhead):
-            self._dataset.expect(numbers)
 
     @property
     def real_lengths(self) -> torch.Tensor:
@@ -157,12 +144,10 @@ class ReadAhead:
 
     Args:
         dataset: dataset whose rows do not depend on the thread or the order of reads.
-        at_once: True starts the thread in :meth:`expect`, False only in :meth:`start`.
     """
 
-    def __init__(self, dataset: Any, *, at_once: bool = True) -> None:
+    def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._at_once = at_once
         self._is_running = False
         self._rows: dict[int, Any] = {}
         # Numbers of the rows to read, in order.
@@ -186,15 +171,15 @@ class ReadAhead:
             # All reads are watched (0), or rows are not read ahead anyway (None).
             if not self._reads_to_watch:
                 return self._dataset[number]
-            random_state = _random_state()
+            random_state = RandomState(torch.device("cpu"))
             row = self._dataset[number]
             self._reads_to_watch -= 1
-            if _random_state() != random_state:
+            if random_state.changed():
                 self._reads_to_watch = None
             return row
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Set the rows to read ahead, in order; drop all others."""
+        """Set the rows that :meth:`start` reads ahead, in order; drop all others."""
         numbers = list(numbers)
         with _reading:
             self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
@@ -202,8 +187,6 @@ class ReadAhead:
             if self._reads_to_watch == 0:
                 missing = [number for number in numbers if number not in self._rows]
                 self._expected = dict.fromkeys(missing)
-        if self._at_once:
-            self.start()
 
     def start(self) -> None:
         """Start the thread that reads the expected rows, without waiting for a lock."""
@@ -228,12 +211,6 @@ class ReadAhead:
                     self._reads_to_watch = None
                     self._expected = {}
                 self._is_running = bool(self._expected)
-
-
-def _random_state() -> bytes:
-    with private.disable_current_modes():
-        numpy_state = getattr(sys.modules.get("numpy.random"), "get_state", lambda: None)()
-        return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy_state))
 
 
 def check_loss(loss: Any) -> torch.Tensor:

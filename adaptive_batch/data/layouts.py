@@ -196,8 +196,6 @@ def split_by_rows(rows: Sequence[Row], micro_batch_size: int) -> list[list[Row]]
     their sizes differ by one row at most, so that ranks finish together and BatchNorm seldom meets
     a rest of one row.
     """
-    if micro_batch_size < 1:
-        raise ValueError(f"micro_batch_size={micro_batch_size}: must be 1 or more")
     number = math.ceil(len(rows) / micro_batch_size)
     ends = [math.ceil(end * len(rows) / max(1, number)) for end in range(number + 1)]
     return [list(rows[begin:end]) for begin, end in pairwise(ends)]

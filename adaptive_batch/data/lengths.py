@@ -4,13 +4,11 @@ and cached.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import logging
 import math
 import multiprocessing
 import os
-import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from adaptive_batch._random import RandomState
 from adaptive_batch._util import ProgressBar, atomic_write
 from adaptive_batch.errors import SettingError
 
@@ -52,16 +51,13 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
     """
     if name is None:
         name = type(dataset).__name__
-    remedy = "give a map-style dataset, with a length and rows by number"
-    if dataset is None:
-        raise SettingError(key, name, f"what builds it returned None; {remedy}")
-    if isinstance(dataset, DataLoader):
-        remedy = "batches are made here: give its dataset, loader.dataset, and its collate_fn"
-        raise SettingError(key, name, f"a DataLoader has no row by its number; {remedy}")
+    remedy = (
+        "give a map-style dataset, with a length and rows by number; of a DataLoader, give its"
+        " dataset and its collate_fn"
+    )
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
-        raise SettingError(
-            key, name, f"a {type(dataset).__name__} has no row by its number; {remedy}"
-        )
+        problem = f"a {type(dataset).__name__} has no row by its number"
+        raise SettingError(key, name, f"{problem}; {remedy}")
     try:
         num_rows = len(dataset)
     except TypeError as error:
@@ -109,7 +105,8 @@ def measure_rows(
     """
     num_rows = count_rows(dataset)
     rows = _Rows(dataset, measure)
-    with _random_state_kept():
+    # Reading a row may draw random numbers, and a run must not depend on a hit of the cache.
+    with RandomState(torch.device("cpu")):
         cached = None
         if cache_file is not None and reads_cache:
             cached = _read_cache(cache_file, num_rows, num_numbers)
@@ -266,23 +263,6 @@ def _worthwhile_workers(seconds_left: float) -> int:
     if num_cpus == 1:
         return 0
     return min(num_cpus, MAX_WORKERS)
-
-
-@contextlib.contextmanager
-def _random_state_kept() -> Iterator[None]:
-    """Restore the random state: reading a row may draw from it, and a run must not depend on a hit
-    of the cache.
-    """
-    python_state = random.getstate()
-    numpy_random = sys.modules.get("numpy.random")
-    numpy_state = None if numpy_random is None else numpy_random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            yield
-    finally:
-        random.setstate(python_state)
-        if numpy_random is not None:
-            numpy_random.set_state(numpy_state)
 
 
 def _with_progress(measured: Iterable[Numbers], num_rows: int) -> Iterator[Numbers]:

@@ -396,9 +396,6 @@ def fill_steps(
         SettingError: a row is too long. The message names the configured key.
         GrowthFunctionError: the function failed, or gives other answers when it is called again.
     """
-    if len(lengths) and int(lengths.min()) < 1:
-        row = int(lengths.argmin())
-        raise SettingError("lengths", int(lengths[row]), f"row {row} must have 1 token or more")
     is_dropped = torch.zeros(len(order), dtype=torch.bool)
     if long_rows == "drop":
         assert isinstance(budget, int), "long_rows=drop is refused with a schedule"

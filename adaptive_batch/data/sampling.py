@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from adaptive_batch._util import check_choice, check_options, check_whole, one_of, option
+from adaptive_batch._util import check_options, check_whole, one_of, option
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw
 
@@ -212,13 +212,7 @@ def row_order(
 
     Returns:
         Row numbers, each once: int64 ``[rows]``.
-
-    Raises:
-        SettingError: `order` is unknown, or `window` is below 1.
     """
-    check_choice("order", order, ORDERS)
-    if window is not None:
-        check_whole("window", window, remedy="give 1 row or more, or None to sort the whole epoch")
     if order == "dataloader":
         if not shuffle:
             return torch.arange(num_rows)

@@ -2,7 +2,7 @@
 state.
 """
 
-from typing import TYPE_CHECKING, Any
+from adaptive_batch._random import RandomState
 
 from .curve import Line, MemoryCurve, Trace
 from .device import (
@@ -32,15 +32,12 @@ from .device import (
 from .packed_attention import estimated_attention, packed_attention
 from .snapshot import (
     OptimizerInBackward,
-    RandomState,
     TensorSnapshot,
     TrainingSnapshot,
     optimizer_list,
     optimizer_state_tensors,
 )
-
-if TYPE_CHECKING:
-    from .tracker import MemoryTracker
+from .tracker import MemoryTracker
 
 __all__ = [
     "ALLOCATOR_VARIABLES",
@@ -78,12 +75,3 @@ __all__ = [
     "tensors_in",
     "wanted_bytes",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    # Imported lazily, since only measuring needs it.
-    if name != "MemoryTracker":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .tracker import MemoryTracker
-
-    return MemoryTracker

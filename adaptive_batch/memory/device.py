@@ -283,7 +283,7 @@ class CountedMemory:
     @contextmanager
     def measure(self, resident: Iterable[torch.Tensor], *, budget_bytes: int) -> Iterator[Usage]:
         """Measure a block; it raises ``torch.OutOfMemoryError`` above the budget."""
-        # Imported lazily, since only measuring needs it.
+        # The module of MemoryTracker imports this one.
         from .tracker import MemoryTracker
 
         counter = MemoryTracker(budget_bytes)

@@ -91,7 +91,7 @@ class DatasetRows(Dataset[Any]):
         self._name = name
         # The thread reads rows that are not checked yet. It starts only when the device is busy
         # (read_ahead()), since Python in a thread delays the launch of kernels.
-        self._ahead = ReadAhead(dataset, at_once=False)
+        self._ahead = ReadAhead(dataset)
         self.num_real_tokens = num_real_tokens or job.task.num_real_tokens
         # None until a property needs them.
         self._measured: RowMeasures | None = None

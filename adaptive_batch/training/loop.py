@@ -314,8 +314,6 @@ class AdaptiveLoop:
         self._find_batch_size()
         self._waiting.clear()
         for rows in self._loader:
-            # Let the dataset read the rows of the next step ahead.
-            self._step.dataset.expect(self._batches.newest.following)
             if self._batches.batching.batch_size_schedule is not None:
                 own_tokens = sum(map(self._step.dataset.length, rows))
                 self._batches.count_tokens(sum(distributed.all_gather(own_tokens)))

@@ -47,6 +47,7 @@ class Epoch:
         self.order = list(range(len(dataset))) if order is None else order
         self.dataset = dataset
         self.expect = getattr(dataset, "expect", lambda numbers: None)
+        self.start = getattr(dataset, "start", lambda: None)
         self.begin(position=position)
 
     def begin(self, *, position):
@@ -62,6 +63,7 @@ class Epoch:
             following = [following[position] for position in only if position < len(following)]
         rows = [self.dataset[number] for number in numbers]
         self.expect(following)
+        self.start()
         return rows
 
 

@@ -82,7 +82,7 @@ def test_what_has_no_rows_by_their_number_is_refused(tmp_path):
     for dataset in ([], itertools.count()):
         with pytest.raises(SettingError, match=f"dataset='{type(dataset).__name__}': "):
             measure(dataset, tmp_path)
-    with pytest.raises(SettingError, match=r"DataLoader': .* give its dataset, loader\.dataset,"):
+    with pytest.raises(SettingError, match=r"DataLoader': .* give its dataset and its"):
         DatasetAdapter(DataLoader([{"tokens": [1]}]), None)
 
 

@@ -5,7 +5,6 @@ from hypothesis import strategies as st
 from torch.utils.data import DistributedSampler
 
 from adaptive_batch.data import ORDERS, row_order
-from adaptive_batch.errors import SettingError
 
 row_lengths = st.lists(st.integers(1, 2048), max_size=60).map(
     lambda values: torch.tensor(values, dtype=torch.int64)
@@ -55,12 +54,6 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window):
         for epoch in range(5)
     ]
     assert len(set(map(tuple, orders))) == 25
-
-
-def test_what_cannot_be_ordered_is_refused():
-    for key, value in (("order", "shuffled"), ("window", 0)):
-        with pytest.raises(SettingError, match=f"^{key}={value!r}: give "):
-            row_order(3, **{"order": "seqlen", key: value})
 
 
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50), st.booleans())
