@@ -55,7 +55,7 @@ def count_rows(dataset: Any, *, key: str = "dataset", name: str | None = None) -
         "give a map-style dataset, with a length and rows by number; of a DataLoader, give its"
         " dataset and its collate_fn"
     )
-    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+    if isinstance(dataset, IterableDataset | Mapping) or not hasattr(dataset, "__getitem__"):
         problem = f"a {type(dataset).__name__} has no row by its number"
         raise SettingError(key, name, f"{problem}; {remedy}")
     try:
