@@ -13,10 +13,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Sampler
 
 from adaptive_batch import distributed
-from adaptive_batch._util import check_choice, count
+from adaptive_batch._util import count
 from adaptive_batch.errors import CheckpointError, SettingError
 from adaptive_batch.schedules import (
-    UNITS,
     ClampedBatch,
     EpochPlan,
     Pace,
@@ -455,9 +454,21 @@ class Batches(Sampler[list[int]]):
             lr_clock: unit of its clock: ``samples`` or ``tokens``.
 
         Raises:
-            SettingError: a scheduler or a clock that it cannot follow.
+            SettingError: it cannot follow the scheduler or the clock, or an epoch ends by steps. It
+                takes fewer steps for the same data, so steps do not measure it.
         """
-        check_choice("lr_clock", lr_clock, UNITS)
+        batching = self.batching
+        rule = batching.batch_size_schedule
+        assert isinstance(rule, Seesaw)
+        if lr_clock not in ("samples", "tokens"):
+            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
+            raise SettingError("lr_clock", lr_clock, remedy)
+        if batching.max_steps_per_epoch is not None:
+            remedy = (
+                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
+                " set it to null, in a new run, and take fewer rows of the dataset"
+            )
+            raise SettingError("max_steps_per_epoch", batching.max_steps_per_epoch, remedy)
         rate_left_at = relative_decay(schedule_factor(lr_scheduler))
 
         def decay(progress: Progress) -> float:
@@ -466,7 +477,8 @@ class Batches(Sampler[list[int]]):
             )
             return rate_left_at(elapsed_steps(lr_clock, of_constant_batch))
 
-        self.batching = self.batching.coupled(decay, lr_clock)
+        coupled = rule.coupled(batching.batch_tokens or batching.batch_size, decay)
+        self.batching = replace(batching, batch_size_schedule=coupled)
         self._set_epoch(self._plan_epoch(self._progress))
 
     # --- ahead of training

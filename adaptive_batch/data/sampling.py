@@ -7,7 +7,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 
 from adaptive_batch._util import check_options, check_whole, one_of, option
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw
+from adaptive_batch.schedules import ReferenceBatch, Schedule, Seesaw
 
 ORDERS = ("dataloader", "random", "seqlen")
 LONG_ROWS = ("error", "drop", "alone")
@@ -125,31 +125,6 @@ class Batching(Sampling):
                 " alone, or filter long rows out of the dataset"
             )
             raise SettingError("long_rows", "drop", remedy)
-
-    def coupled(self, decay: Callable[[Progress], float], lr_clock: str) -> Batching:
-        """Return this batching with its schedule coupled to the learning rate.
-
-        Args:
-            decay: share of the rate that is left, as a function of progress.
-            lr_clock: unit of the clock that `decay` reads.
-
-        Raises:
-            SettingError: the clock counts steps, or an epoch ends by steps. The schedule takes
-                fewer steps for the same data, so steps do not measure it.
-        """
-        rule = self.batch_size_schedule
-        assert isinstance(rule, Seesaw)
-        if lr_clock == "steps":
-            remedy = f"{rule} takes fewer steps for the same data; give samples or tokens"
-            raise SettingError("lr_clock", lr_clock, remedy)
-        if self.max_steps_per_epoch is not None:
-            remedy = (
-                f"{rule} takes fewer steps for the same data, so that these would be more of it;"
-                " set it to null, in a new run, and take fewer rows of the dataset"
-            )
-            raise SettingError("max_steps_per_epoch", self.max_steps_per_epoch, remedy)
-        coupled = rule.coupled(self.batch_tokens or self.batch_size, decay)
-        return replace(self, batch_size_schedule=coupled)
 
     @property
     def step_rows(self) -> int:
