@@ -573,7 +573,7 @@ class Batches(Sampler[list[int]]):
                 remedy = f"it had {self.num_rows} when training began; keep its length"
                 raise SettingError("dataset", count(num_rows, "row"), remedy)
             # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
-            progress = self.newest.after if self._ahead else self.progress
+            progress = self._ahead[-1].after if self._ahead else self.progress
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)
             if step is None:
                 return
@@ -618,12 +618,7 @@ class Batches(Sampler[list[int]]):
 
     def count_tokens(self, tokens: int) -> None:
         """Set the real tokens, over all ranks, of the step that was handed out last."""
-        self.newest.tokens = tokens
-
-    @property
-    def newest(self) -> PlannedRows:
-        """The step that was handed out last."""
-        return self._ahead[-1]
+        self._ahead[-1].tokens = tokens
 
     @property
     def oldest(self) -> PlannedRows:

@@ -232,7 +232,7 @@ class PlannedEpoch:
             return None
         if self.batching.batch_tokens:
             batch = self.token_steps.budgets[progress.epoch_steps]
-            rows = self._token_plan.rows_of_step(progress.epoch_steps)
+            rows = self.token_steps.sizes[progress.epoch_steps]
         else:
             batch = rule(progress)
             rows = min(batch * self.ranks, self.num_rows - progress.epoch_rows)
@@ -324,7 +324,7 @@ class PlannedEpoch:
         dropped = {f"of more than batch_tokens={self.batching.batch_tokens}": steps.dropped}
         if self.batching.drop_last:
             # EpochPlan.from_sizes drops the last step, whether it is full or not.
-            dropped["of the last step (drop_last)"] = steps.split()[-1]
+            dropped["of the last step (drop_last)"] = steps.rows[-steps.sizes[-1] :]
         for description, rows in dropped.items():
             if len(rows):
                 numbers = sorted(rows.tolist())
@@ -351,10 +351,6 @@ class TokenSteps:
     sizes: list[int]
     budgets: list[int]
     dropped: torch.Tensor
-
-    def split(self) -> Sequence[torch.Tensor]:
-        """Return the row numbers of each step."""
-        return torch.split(self.rows, self.sizes)
 
 
 def fill_steps(

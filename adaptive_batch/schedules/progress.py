@@ -67,12 +67,6 @@ class EpochPlan:
         mean_rows = round(sum(trained) / max(1, len(trained)))
         return cls(sum(sizes), mean_rows, len(trained), trained, most_steps=max_steps)
 
-    def rows_of_step(self, step: int) -> int:
-        """Return the rows of step `step` of the epoch, counted from 0."""
-        if self.sizes is not None:
-            return self.sizes[step]
-        return min(self.global_rows, self.rows - step * self.global_rows)
-
     def describe(self) -> str:
         """Describe the number of steps and their rows."""
         sizes = [self.global_rows] if self.sizes is None else self.sizes

@@ -36,6 +36,11 @@ def of_sizes(rows, counts, **batching):
     return Batches(DatasetAdapter(range(rows), 1), batching, NoSizer(None, None))
 
 
+def rows_of_step(plan, step):
+    """The rows of a step of equal ones, counted from 0."""
+    return min(plan.global_rows, plan.rows - step * plan.global_rows)
+
+
 def ahead_of(batches, epochs):
     """The remaining steps, walked without training."""
     return list(batches.dry_run(counts_tokens=True).remaining(epochs))
@@ -128,7 +133,7 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     batches.resume(Progress())
     walked = ahead_of(batches, 1)
     sizes = [step.rows for step in walked]
-    assert sizes == [plan.rows_of_step(step) for step in range(plan.steps)]
+    assert sizes == [rows_of_step(plan, step) for step in range(plan.steps)]
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
     again = EpochPlan.from_sizes(sizes, max_steps=most)
     assert plan.steps <= 1 or again.slots == plan.slots

@@ -22,7 +22,7 @@ def fill(lengths, max_tokens, *, order=None, **arguments):
 
 
 def batches_of(plan):
-    return [rows.tolist() for rows in plan.split()]
+    return [rows.tolist() for rows in torch.split(plan.rows, plan.sizes)]
 
 
 @st.composite

@@ -170,7 +170,7 @@ REFUSED: dict[str, list[Any]] = {
     "lr_scaling": ["square"],
     "on_out_of_memory": ["skip"],
     "reference_batch_size": ["8k"],
-    "batch_increase_function": [lambda epoch: 1],
+    "batch_increase_function": [1],
     "max_grad_norm": [-1.0, 0, "1"],
     "row_length": [0, "tokens"],
     "grow_beyond_maximum": ["false"],
