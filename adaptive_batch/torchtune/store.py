@@ -11,12 +11,12 @@ import contextlib
 import logging
 import shutil
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
-from omegaconf import OmegaConf
+from omegaconf import ListConfig
 from torch.distributed.checkpoint.stateful import Stateful
 
 from adaptive_batch import distributed
@@ -46,12 +46,6 @@ from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
 Part = TypeVar("Part", bound=Stateful)
-
-# Keys of the folders and files that a run begins with.
-_INPUTS = (
-    *("checkpointer.checkpoint_dir", "ref_checkpointer.checkpoint_dir"),
-    *("teacher_checkpointer.checkpoint_dir", "tokenizer.path"),
-)
 
 
 def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
@@ -237,14 +231,26 @@ class RunStore:
     def _refuse_removing_inputs(self, removed: Mapping[str | None, list[Path]]) -> None:
         """Raise if the run reads a model or tokenizer from a folder that it would remove."""
         folders = [path.resolve() for paths in removed.values() for path in paths]
-        for key in _INPUTS:
-            path = OmegaConf.select(self._job.cfg, key)
-            if path is not None and any(map(Path(path).resolve().is_relative_to, folders)):
+        for key, path in self._input_paths():
+            if any(map(path.resolve().is_relative_to, folders)):
                 remedy = (
                     "overwrite_output_dir=True would remove it, since an earlier run saved it in"
                     f" {self.path}; give another output_dir"
                 )
                 raise SettingError(key, str(path), remedy)
+
+    def _input_paths(self) -> Iterator[tuple[str, Path]]:
+        """Yield the keys and paths of the models and the tokenizer that the run reads."""
+        for name in ("checkpointer", "ref_checkpointer", "teacher_checkpointer", "tokenizer"):
+            block: Any = self._job.cfg.get(name) or {}
+            for key in ("checkpoint_dir", "path"):
+                if isinstance(block.get(key), str):
+                    yield f"{name}.{key}", Path(block[key])
+            files = block.get("checkpoint_files")
+            # torchtune also takes a pattern of the file names in checkpoint_dir.
+            if isinstance(files, ListConfig):
+                for file in files:
+                    yield f"{name}.checkpoint_files", Path(block.get("checkpoint_dir", ""), file)
 
     # --- loading
 

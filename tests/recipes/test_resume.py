@@ -280,6 +280,7 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
     ("key", "value"),
     [
         ("checkpointer.checkpoint_dir", "{}"),
+        ("checkpointer.checkpoint_files", "[{}/model-00001-of-00001.safetensors]"),
         ("tokenizer.path", "{}/vocab.json"),
     ],
 )
