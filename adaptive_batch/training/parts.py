@@ -165,11 +165,16 @@ class RowsOfBatch(BatchSource):
 
     Attributes:
         num_rows: rows of the batch.
+        width: padded length of the rows; 0 if unknown.
         is_divided: whether each value is divided; None if it cannot be divided.
 
     Raises:
         SettingError: the number of rows is unknown.
     """
+
+    # Reading lengths from tensors waits for the device.
+    knows_lengths = False
+    width: int = 0
 
     def __init__(
         self,
@@ -199,6 +204,9 @@ class RowsOfBatch(BatchSource):
                 self.is_divided[name] = None
             elif _length(value) and name not in self.is_divided:
                 self.is_divided[name] = self._decide(value)
+        for name in ("input_ids", "tokens", "attention_mask"):
+            if name in self._tables:
+                self.width = self._tables[name].shape[1]
 
     def _decide(self, value: Any) -> bool | None:
         """Return whether a value is divided; None if this is unclear."""
@@ -211,14 +219,6 @@ class RowsOfBatch(BatchSource):
             # Tensors of several sizes in one list may be rows themselves.
             is_clear = has_rows or not isinstance(self._batch, _LIST)
         return has_rows if is_clear else None
-
-    @property
-    def width(self) -> int:
-        """Padded length of the rows; 0 if unknown."""
-        for name in ("attention_mask", "tokens", "input_ids"):
-            if name in self._tables:
-                return self._tables[name].shape[1]
-        return 0
 
     @cached_property
     def lengths(self) -> list[int] | None:
