@@ -138,15 +138,13 @@ class ProbeResult:
 
     def _table_of_trials(self) -> list[str]:
         """Return the heading and one line for each trial."""
-        lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8} {'rows/s':>8}"]
+        lines = [f"{'rows':>6} {'length':>7} {'peak':>10} {'fits':>5} {'seconds':>8}"]
         length = self.sequence_length or "-"
         for trial, seconds in zip(self.trials, self.seconds, strict=True):
             rows = trial.batch_size
             peak = "-" if trial.peak_bytes is None else format_bytes(trial.peak_bytes)
             fits = "yes" if trial.fits else "no"
-            # A failed trial has no rate.
-            rate = f"{rows / seconds:.1f}" if seconds and trial.fits else "-"
-            lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f} {rate:>8}")
+            lines.append(f"{rows:>6} {length:>7} {peak:>10} {fits:>5} {seconds:>8.2f}")
         return lines
 
 

@@ -327,14 +327,13 @@ class LimitFinder:
     def _log_throughput(self, fastest: Throughput) -> None:
         """Log the fastest micro-batches and all timed trials."""
         limit = fastest.limit
-        speed = fastest.tokens_per_second
-        size = f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}"
         self._event(
             "throughput",
-            f"{size}: {speed:,.0f} tokens/s in their trial",
+            f"micro-batches of up to {limit.amount:,} {limit.unit}, {fastest.kind}:"
+            f" {fastest.tokens_per_second:,.0f} tokens/s in their trial",
             layout=fastest.kind,
             **asdict(limit),
-            tokens_per_second=speed,
+            tokens_per_second=fastest.tokens_per_second,
             seconds=fastest.seconds,
             trials=len(fastest.trials),
             timed=[asdict(trial) for trial in fastest.trials],

@@ -689,10 +689,10 @@ class ThroughputSearch:
         unit = self._sizer.limit().unit if layout.kind == "padded" else "tokens"
         smallest = layout.amount(1, self._longest, unit=unit)
         # More than a whole step is of no use.
-        whole_step = self._step_rows
+        step_amount = self._step_rows
         if unit == "tokens":
-            whole_step = layout.run_tokens(self._lengths[: self._step_rows])
-        largest = max(smallest, min(self._max_batch_size * smallest, whole_step))
+            step_amount = layout.run_tokens(self._lengths[: self._step_rows])
+        largest = max(smallest, min(self._max_batch_size * smallest, step_amount))
         return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
 
     def _stops_compiling(self, layout: MicroBatchLayout) -> bool:
