@@ -332,7 +332,7 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
-        self._check_labels()
+        self._check_labels("dataset", self.dataset, rows)
         if settings.layout_kind == "packed" and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
             raise SettingError("micro_batch_layout", settings.micro_batch_layout, remedy)
@@ -352,7 +352,8 @@ class Data:
         if settings.batch_tokens:
             self._check_batch_tokens()
         if settings.validates:
-            self._check_rows_val()
+            num_validated = settings.validated_rows(len(self.dataset_val), ranks=self._job.ranks)
+            self._check_labels("dataset_val", self.dataset_val, num_validated)
 
     def _check_batch_tokens(self) -> None:
         """Raise SettingError if no step of `batch_tokens` has a row, or the only one is dropped."""
@@ -366,22 +367,14 @@ class Data:
             )
             raise SettingError("batch_tokens", settings.batch_tokens, remedy)
 
-    def _check_rows_val(self) -> None:
-        """Raise SettingError if no row of validation has a label."""
-        num_rows = len(self.dataset_val)
-        num_validated = self._settings.validated_rows(num_rows, ranks=self._job.ranks)
-        if not self.dataset_val.has_label(num_validated):
-            remedy = "no row that is validated on has a label; see its train_on_input and masks"
-            raise SettingError("dataset_val", _names(self._job.cfg.dataset_val), remedy)
-
-    def _check_labels(self) -> None:
-        """Raise SettingError if no row of the dataset has a label."""
-        if not self.dataset.has_label(len(self.dataset)):
+    def _check_labels(self, key: str, rows: DatasetRows, num_rows: int) -> None:
+        """Raise SettingError if none of the first rows has a label."""
+        if not rows.has_label(num_rows):
             remedy = (
                 "no row has a label after its first token; see its train_on_input and masks, and"
                 " tokenizer.max_seq_len, to which rows are cut"
             )
-            raise SettingError("dataset", _names(self._job.cfg.dataset), remedy)
+            raise SettingError(key, _names(self._job.cfg[key]), remedy)
 
     @property
     def _columns_beside_tokens(self) -> list[str]:
