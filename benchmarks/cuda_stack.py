@@ -181,7 +181,7 @@ class Estimated:
     def peaks(self, rows: int, conf: str) -> dict[str, int]:
         """Return the peaks of the steps, with the margin of a compiled step."""
         settings = AllocatorSettings(expandable_segments=bool(conf))
-        allocator = CachingAllocator(settings, self.device.total_bytes)
+        allocator = CachingAllocator(settings)
         allocator.replay(self.log(rows))
         # Rows that run with retries fill the device; an upper bound may pass it.
         most = 2**50 if self.margin else self._budget_bytes

@@ -26,7 +26,7 @@ from typing import Any
 
 from adaptive_batch.inject.sitecustomize import environment_with
 
-from .process import EmulationError, cache_folder, cuda_build_folder, preloaded_library
+from .process import EmulationError, cache_folder, compile_preloaded_library, cuda_build_folder
 
 # Keep made-up values from trackers and hubs. Variables of the program take precedence.
 OFFLINE = {
@@ -108,9 +108,8 @@ def emulate(
         records.mkdir()
         mirrors = mirror(Path.cwd(), scratch)
         environment = _environment(device, num_devices, max_steps, records, scratch, mirrors)
-        # Link it, since spaces in the cache path would break LD_PRELOAD.
         preloaded = Path(temporary, "scratch.so")
-        preloaded.symlink_to(preloaded_library())
+        compile_preloaded_library(preloaded)
         environment["LD_PRELOAD"] = f"{preloaded} {os.environ.get('LD_PRELOAD', '')}".strip()
         try:
             status, was_ended = _run(command, scratch, environment, max_minutes)
@@ -368,35 +367,16 @@ def _living(living: dict[str, Any]) -> Iterator[str]:
 
 def _out_of_memory(process: dict[str, Any]) -> Iterator[str]:
     last = process["out_of_memory"]
-    times = process["times_out_of_memory"]
     yield (
-        f"Out of memory {'once' if times == 1 else f'{times} times, the last'} at {last['line']}:"
-        f" {_size(last['asked'])} requested, {_size(last['free'])} free."
+        f"Out of memory (number of times: {process['times_out_of_memory']}), last at"
+        f" {last['line']}: {_size(last['asked'])} requested, {_size(last['free'])} free."
     )
-    yield f"  {_suggestion(process)}"
-
-
-def _suggestion(process: dict[str, Any]) -> str:
-    """Return a remedy for the last OOM error of a process: for fragmentation, for a large
-    optimizer, or else for a large batch.
-    """
-    last = process["out_of_memory"]
-    lines = process["living"].get("lines", [])
-    unused = last["reserved"] - last["allocated"]
-    if unused >= last["asked"]:
-        return (
-            f"{_size(unused)} are reserved but unused: set"
-            " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
-        )
-    optimizer_bytes = sum(size for line, size in lines if line.startswith("optimizer"))
-    if optimizer_bytes > last["allocated"] / 3:
-        return (
-            f"The optimizer holds {_size(optimizer_bytes)}: train adapters (LoRA), use an 8-bit"
-            " optimizer, or shard the model over more devices (FSDP)."
-        )
-    return (
-        "Lower the batch size, or let adaptive_batch find the largest one (AdaptiveTrainer,"
-        " find_max_batch_size); activation checkpointing needs less memory for the same batch."
+    yield (
+        f"  {_size(last['allocated'])} were allocated, {_size(last['reserved'])} reserved. If much"
+        " is reserved but unused, set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True. If the"
+        " optimizer holds most, train adapters (LoRA), use an 8-bit optimizer, or shard the model"
+        " (FSDP). Otherwise lower the batch size, let adaptive_batch find the largest one"
+        " (AdaptiveTrainer, find_max_batch_size), or use activation checkpointing."
     )
 
 

@@ -22,7 +22,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from importlib import metadata
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -35,6 +34,7 @@ OLDEST, NEWEST = (2, 11), (2, 15)
 
 STUB = "libcudastub.so"
 PRELOADED = "scratch.c"
+_WARNINGS = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
 # PyTorch opens these two by name. The stub of CUDA's runtime is linked to both.
 DRIVER, MANAGEMENT = "libcuda.so.1", "libnvidia-ml.so.1"
 _FUNCTION = re.compile(
@@ -68,22 +68,18 @@ class TorchFinder(MetaPathFinder):
         self.is_searching = True
         try:
             spec = find_cuda_build()
+            if spec is None or spec.loader is None or spec.origin is None:
+                return spec
+            stubs = load_stubs(Path(spec.origin).parent)
         except EmulationError as error:
             sys.exit(f"adaptive-batch emulate: {error}")
         finally:
             self.is_searching = False
-        if spec is None or spec.loader is None or spec.origin is None:
-            return spec
-        package = Path(spec.origin).parent
         import_torch = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             """Import torch with the emulated CUDA, then install the values and the record."""
             sys.meta_path.remove(self)
-            try:
-                stubs = load_stubs(package)
-            except EmulationError as error:
-                sys.exit(f"adaptive-batch emulate: {error}")
             # torch preloads CUDA's libraries from a folder on sys.path.
             sys.path.insert(0, f"{stubs}/wheels")
             import_torch(module)
@@ -190,45 +186,27 @@ def stub_folder(package: Path) -> Path:
     for folder in installed:
         digest.update("".join(sorted(os.listdir(folder))).encode())
     stubs = cache_folder() / f"torch-{version}-{digest.hexdigest()[:16]}"
-    with _built_once(stubs) as new:
-        if new is not None:
-            _build(package, cuda, _extensions(installed), new)
+    stubs.parent.mkdir(parents=True, exist_ok=True)
+    with open(stubs.with_name(f".{stubs.name}.lock"), "w") as lock:
+        # Ranks start together: the first one builds while the others wait here.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stubs.exists():
+            with tempfile.TemporaryDirectory(dir=stubs.parent) as made:
+                new = Path(made, "new")
+                new.mkdir()
+                _build(package, cuda, _extensions(installed), new)
+                # The libraries are complete or absent.
+                new.rename(stubs)
     return stubs
 
 
-def preloaded_library() -> Path:
-    """Return the library that protects the program's own files; build it if needed.
+def compile_preloaded_library(file: Path) -> None:
+    """Compile the library that protects the program's own files.
 
     Raises:
         EmulationError: gcc is not installed.
     """
-    digest = hashlib.sha256((SOURCES / PRELOADED).read_bytes()).hexdigest()[:16]
-    folder = cache_folder() / f"scratch-{digest}"
-    with _built_once(folder) as new:
-        if new is not None:
-            warnings = ("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden")
-            _gcc("-shared", *warnings, "-o", new / "scratch.so", SOURCES / PRELOADED, "-ldl")
-    return folder / "scratch.so"
-
-
-@contextmanager
-def _built_once(folder: Path) -> Iterator[Path | None]:
-    """Yield a new folder that becomes `folder` at the end; None if `folder` exists."""
-    if folder.exists():
-        yield None
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with open(folder.with_name(f".{folder.name}.lock"), "w") as lock:
-        # Ranks start together: the first one builds while the others wait here.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if folder.exists():
-            yield None
-            return
-        with tempfile.TemporaryDirectory(dir=folder.parent) as made:
-            new = Path(made, "new")
-            new.mkdir()
-            yield new
-            new.rename(folder)
+    _gcc("-shared", *_WARNINGS, "-o", file, SOURCES / PRELOADED, "-ldl")
 
 
 def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -> None:
@@ -263,14 +241,14 @@ def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -
         f"-DCUDA_VERSION={int(major) * 1000 + int(minor) * 10}",
         f"-DCUDNN_VERSION={_required_version('cudnn')}",
         f"-DNCCL_VERSION={_required_version('nccl')}",
-        *("-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"),
+        *_WARNINGS,
     ]
     objects: list[Path] = []
     for path in sorted(SOURCES.glob("*.c")):
         if path.name not in ("layouts.c", PRELOADED):
             objects.append(folder / f"{path.stem}.o")
             _gcc("-c", path, "-o", objects[-1], *flags)
-    defined = {name for one in objects for name in _defined_functions(one)}
+    defined = set(_run("nm", "--defined-only", "--format=just-symbols", *objects).split())
     # Each function that csrc/ does not define returns 0 and counts its calls.
     names = sorted(imported - defined)
     lines = ["const char *const default_names[] = {", *(f'  "{name}",' for name in names), "  0};"]
@@ -327,10 +305,6 @@ def _extensions(folders: Iterable[Path]) -> Iterator[Path]:
 def _imported_functions(library: Path) -> set[str]:
     lines = _run("nm", "-D", "--undefined-only", library).splitlines()
     return set(filter(_FUNCTION.fullmatch, (line.split()[-1].split("@")[0] for line in lines)))
-
-
-def _defined_functions(compiled: Path) -> list[str]:
-    return _run("nm", "--defined-only", "--format=just-symbols", compiled).split()
 
 
 def _gcc(*words: str | Path) -> None:

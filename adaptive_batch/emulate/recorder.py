@@ -13,6 +13,7 @@ import os
 import re
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -117,19 +118,13 @@ class _Recorder:
 
     def read_history(self) -> None:
         """Sum the live bytes at the highest peak of the allocator's history by line of code."""
-        # The snapshot has the blocks that are live now and a ring buffer of the latest events, but
-        # not the blocks at the peak. So find the highest total going back through the events, then
-        # undo the events since then in the live blocks.
         snapshot = torch.cuda.memory._snapshot()
-        for device, events in enumerate(snapshot["device_traces"]):
-            live_blocks = _live_blocks(snapshot, device)
-            live_bytes = sum(size for size, _ in live_blocks.values())
-            peak, events_since_peak = _events_since_peak(events, live_bytes)
+        for device in range(len(snapshot["device_traces"])):
+            peak, blocks = _blocks_at_peak(snapshot, device)
             if peak > self.living.get("bytes", 0):
-                _undo(live_blocks, events_since_peak)
                 bytes_by_line = Counter[str]()
-                for size, block in live_blocks.values():
-                    bytes_by_line[_line_of(block.get("frames", ()))] += size
+                for size, block in blocks:
+                    bytes_by_line[_line_of(block)] += size
                 self.living = {
                     "bytes": peak,
                     "device": device,
@@ -140,12 +135,9 @@ class _Recorder:
 
     def write(self) -> None:
         """Replace the file of this process by its current record."""
-        devices = []
-        for device, peaks in self.peaks.items():
-            if peaks["reserved"]:
-                name = torch.cuda.get_device_name(device)
-                _, total = torch.cuda.mem_get_info(device)
-                devices.append({"index": device, "name": name, "total": total, **peaks})
+        devices = [
+            {"index": device, **peaks} for device, peaks in self.peaks.items() if peaks["reserved"]
+        ]
         record = {
             "pid": os.getpid(),
             "rank": os.environ.get("RANK"),
@@ -163,64 +155,46 @@ class _Recorder:
         new.replace(self.file)
 
 
-def _live_blocks(snapshot: Any, device: int) -> dict[int, tuple[int, Any]]:
-    """Return the size and the block at each live address of a device."""
-    return {
+def _blocks_at_peak(snapshot: Any, device: int) -> tuple[int, Iterable[tuple[int, Any]]]:
+    """Return the highest total of live bytes of a device in the allocator's history, and the sizes
+    and blocks that were alive then.
+
+    The snapshot has the blocks that are live now and a ring buffer of the latest events, but not
+    the blocks at the peak. So events are undone from the newest one back to the peak.
+    """
+    live_blocks = {
         block["address"]: (block["requested_size"], block)
         for segment in snapshot["segments"]
         if segment["device"] == device
         for block in segment["blocks"]
         if block["state"].startswith("active")
     }
-
-
-def _events_since_peak(events: list[Any], live_bytes: int) -> tuple[int, list[Any]]:
-    """Return the highest total of live bytes, and the events since then.
-
-    Args:
-        events: events of the allocator, oldest first.
-        live_bytes: total after all events.
-    """
-    total = peak = live_bytes
-    first_since_peak = len(events)
-    for number, event in reversed(list(enumerate(events))):
+    newest_first = [
+        event
+        for event in reversed(snapshot["device_traces"][device])
+        if event["action"] in ("alloc", "free_completed")
+    ]
+    total = peak = sum(size for size, _ in live_blocks.values())
+    num_since_peak = 0
+    for number, event in enumerate(newest_first, start=1):
         # The total before the event.
-        if event["action"] == "alloc":
-            total -= event["size"]
-        elif event["action"] == "free_completed":
-            total += event["size"]
+        total += event["size"] if event["action"] == "free_completed" else -event["size"]
         if total > peak:
             peak = total
-            first_since_peak = number
-    return peak, events[first_since_peak:]
-
-
-def _undo(live_blocks: dict[int, Any], events: list[Any]) -> None:
-    """Undo events in the live blocks, newest first."""
-    for event in reversed(events):
+            num_since_peak = number
+    for event in newest_first[:num_since_peak]:
         if event["action"] == "alloc":
             live_blocks.pop(event["addr"], None)
-        elif event["action"] == "free_completed":
+        else:
             live_blocks[event["addr"]] = (event["size"], event)
+    return peak, live_blocks.values()
 
 
-def _line_of(frames: Any) -> str:
-    """Return the line of the program that allocated a block, and the library's line it called.
-
-    Args:
-        frames: stack of the allocation, innermost frame first.
-    """
-    lines = []
-    is_of_optimizer = False
-    for frame in frames:
-        line = values.line_of(frame["filename"], frame["line"])
-        is_of_optimizer |= "/torch/optim/" in frame["filename"]
-        if line is not None:
-            lines.append(line)
-            # The innermost line outside of installed packages is the program's own.
-            if "site-packages" not in frame["filename"]:
-                break
-    return ("optimizer: " if is_of_optimizer else "") + values.join_lines(lines)
+def _line_of(block: Any) -> str:
+    """Return the line of the program that allocated a block, and the library's line it called."""
+    frames = [(frame["filename"], frame["line"]) for frame in block.get("frames", ())]
+    is_of_optimizer = any("/torch/optim/" in file for file, _ in values.until_program(frames))
+    return ("optimizer: " if is_of_optimizer else "") + values.describe(frames)
 
 
 def _functions_not_counted() -> list[str]:

@@ -15,13 +15,14 @@ import ctypes
 import os
 import sys
 import sysconfig
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -64,17 +65,6 @@ _LEFT_ALONE = {
     "pow.Tensor_Tensor_out",  # see _pow_of_number
 }
 
-# Operators of sparse tensors with kernels of their own, rather than operators on the parts.
-_OF_SPARSE = {
-    *("add", "add_", "addmm", "addmv", "baddbmm", "bmm", "mm", "mv"),
-    *("_sparse_softmax", "sparse_sampled_addmm"),
-}
-# The same, for results whose number of elements depends on values.
-_FROM_SPARSE = {
-    "SparseCUDA": {"_coalesce", "_sparse_sparse_matmul", "index_select", "mul.Tensor"},
-    "SparseCsrCUDA": {"add.Tensor", "mul.Tensor"},
-}
-
 _origins: dict[int, str] = {}  # address of a storage with defaults -> the operator not computed
 _lines_with_any = set[str]()
 _libraries: list[Any] = []
@@ -92,7 +82,6 @@ def install() -> None:
         "nonzero": partial(_on_host_only, returns_values=False),
         **dict.fromkeys(_UNIQUE, partial(_on_host_only, returns_values=True)),
         **dict.fromkeys(("empty", "empty_strided"), _empty),
-        "_amp_foreach_non_finite_check_and_unscale_": _unscale,
         "copy_": _copy,
         "_local_scalar_dense": _read_number,
         "nonzero.out": _Operator,
@@ -105,57 +94,62 @@ def install() -> None:
         warnings.simplefilter("ignore")
         for name in _C._dispatch_get_all_op_names():
             aten_name = name.removeprefix("aten::")
-            base, _, overload = aten_name.partition(".")
-            kernels: dict[str, Callable[..., Any]] = {}
-            if aten_name in special or has_kernel(name, "CUDA"):
-                kernels["CUDA"] = special.get(aten_name) or special.get(base, _Operator)
-            for key, names in _FROM_SPARSE.items():
-                if has_kernel(name, key) and {base, aten_name} & (_OF_SPARSE | names):
-                    kernels[key] = _from_sparse if aten_name in names else _Operator
             # A name without aten:: belongs to another library.
-            is_left_alone = aten_name == name or {base, aten_name} & _LEFT_ALONE
-            if is_left_alone or not kernels:
+            if aten_name == name:
+                continue
+            for key in ("SparseCUDA", "SparseCsrCUDA"):
+                if has_kernel(name, key):
+                    library.impl(aten_name, _refuse_sparse, key, allow_override=True)
+            base, _, overload = aten_name.partition(".")
+            is_left_alone = {base, aten_name} & _LEFT_ALONE
+            if is_left_alone or not (aten_name in special or has_kernel(name, "CUDA")):
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             aliases = [result.alias_info for result in operator._schema.returns]
             # A result that shares memory which the operator does not write is a view.
             if any(alias is not None and not alias.is_write for alias in aliases):
                 continue
-            for key, make_kernel in kernels.items():
-                kernel = make_kernel(operator, torch.library.get_kernel(name, key))
-                library.impl(aten_name, kernel, key, with_keyset=True, allow_override=True)
+            make_kernel = special.get(aten_name) or special.get(base, _Operator)
+            kernel = make_kernel(operator, torch.library.get_kernel(name, "CUDA"))
+            library.impl(aten_name, kernel, "CUDA", with_keyset=True, allow_override=True)
     _fill_what_compiled_code_allocates()
 
 
 def program_line() -> str:
     """Return the line of the program that is running, and the library's line that it called."""
-    lines = list[str]()
-    frame = sys._getframe(1)
-    while frame is not None:
-        line = line_of(frame.f_code.co_filename, frame.f_lineno)
-        if line is not None:
-            lines.append(line)
-            # The innermost line outside of installed packages is the program's own.
-            if "site-packages" not in frame.f_code.co_filename:
-                break
-        frame = frame.f_back  # type: ignore[assignment]
-    return join_lines(lines)
+    stack = traceback.walk_stack(sys._getframe(1))
+    return describe((frame.f_code.co_filename, number) for frame, number in stack)
 
 
-def line_of(file: str, number: int) -> str | None:
-    """Return a frame as `file:line`; None for a frame of PyTorch, of Python, or of this package."""
-    is_python = file.startswith(_python_folder) and "site-packages" not in file
-    if is_python or file.startswith((_torch_folder, _own_folder, "<")):
-        return None
-    return f"{os.path.basename(file)}:{number}"
+def describe(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line that is not PyTorch's or Python's, and the program's own line.
 
-
-def join_lines(lines: list[str]) -> str:
-    """Join the innermost line, which comes first, and the program's own, which is the last."""
+    Args:
+        frames: files and line numbers, innermost frame first.
+    """
+    lines = [
+        f"{os.path.basename(file)}:{number}"
+        for file, number in until_program(frames)
+        if not _is_internal(file)
+    ]
     # Backward runs in PyTorch's own threads, whose stacks have no line of the program.
     if not lines:
         return "backward"
     return lines[0] if len(lines) == 1 else f"{lines[0]}, from {lines[-1]}"
+
+
+def until_program(frames: Iterable[tuple[str, int]]) -> Iterator[tuple[str, int]]:
+    """Yield frames until the innermost one outside of installed packages, the program's own."""
+    for file, number in frames:
+        yield file, number
+        if "site-packages" not in file and not _is_internal(file):
+            return
+
+
+def _is_internal(file: str) -> bool:
+    """Return whether a file belongs to PyTorch, to Python or to this package."""
+    is_python = file.startswith(_python_folder) and "site-packages" not in file
+    return is_python or file.startswith((_torch_folder, _own_folder, "<"))
 
 
 # ---- memory of the device on the host
@@ -212,8 +206,6 @@ def _is_exact(tensor: torch.Tensor) -> bool:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the values of this tensor's storage are kept."""
-    if tensor.layout is not torch.strided:
-        return False
     # Control flow depends on integers and flags, so more of them are kept.
     limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()
     num_bytes = tensor.nbytes
@@ -251,25 +243,16 @@ def _note(kind: str, origin: str | None) -> None:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in a value, and the parts of sparse ones."""
+    """Yield the tensors in a value; raise for sparse ones."""
     if isinstance(value, torch.Tensor):
-        yield from _parts(value)
+        if value.layout is not torch.strided:
+            _refuse_sparse()
+        yield value
     elif isinstance(value, list | tuple):
         for one in value:
             yield from _tensors(one)
     elif isinstance(value, dict):
         yield from _tensors(list(value.values()))
-
-
-def _parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the indices and values of a sparse tensor, or the tensor itself."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
-    return [tensor]
 
 
 # ---- defaults
@@ -403,19 +386,7 @@ class _Operator:
 
 def _to_host(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        parts = [
-            on_host(part) if has_values(part) else torch.zeros_like(part, device="cpu")
-            for part in _parts(value)
-        ]
-        if value.layout is torch.strided:
-            return parts[0]
-        if value.layout is torch.sparse_coo:
-            is_coalesced = value.is_coalesced()
-            return torch.sparse_coo_tensor(
-                parts[0], parts[1], value.shape, is_coalesced=is_coalesced
-            )
-        make: Any = torch.sparse_compressed_tensor
-        return make(*parts, value.shape, layout=value.layout)
+        return on_host(value)
     if isinstance(value, list | tuple):
         return [_to_host(one) for one in value]
     if isinstance(value, torch.device):
@@ -460,21 +431,6 @@ def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
         return target
 
     return copy_
-
-
-def _unscale(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    unscale_small = _Operator(operator, cuda_kernel)
-
-    def unscale(
-        keyset: Any, gradients: list[torch.Tensor], overflow: torch.Tensor, factor: torch.Tensor
-    ) -> None:
-        unscale_small(keyset, gradients, overflow, factor)
-        if _why_made_up([overflow]) is not None:
-            # Gradients that were not computed do not overflow.
-            on_host(overflow).zero_()
-            _set_origin(overflow, None)
-
-    return unscale
 
 
 def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
@@ -549,19 +505,11 @@ def _on_host_only(operator: Any, cuda_kernel: Any, *, returns_values: bool) -> C
     return on_host_only
 
 
-def _from_sparse(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """Return a kernel that computes on the CPU alone, see `_on_host_only`."""
-
-    def from_sparse(keyset: Any, *args: Any) -> torch.Tensor:
-        tensors = list(_tensors(args))
-        # Indices determine the number of elements.
-        _note("shape", _why_made_up(filter(_is_exact, tensors)))
-        result: torch.Tensor = operator(*map(_to_host, args)).to(tensors[0].device)
-        for part in _parts(result):
-            _set_origin(part, _why_made_up(tensors))
-        return result
-
-    return from_sparse
+def _refuse_sparse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "adaptive-batch emulate does not support sparse CUDA tensors; use dense ones, such as"
+        " nn.Embedding with sparse=False"
+    )
 
 
 def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:

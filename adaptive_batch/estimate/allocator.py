@@ -18,8 +18,8 @@ import re
 import sys
 from array import array
 from bisect import bisect_left, insort
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from itertools import accumulate
@@ -32,8 +32,6 @@ from adaptive_batch._torch import PrivateNames
 from adaptive_batch._util import replaced, round_up
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import MemoryTracker, allocator_settings, plain_tensors, segments_expand
-
-from .cuda_operators import Workspaces
 
 private = PrivateNames("memory estimates")
 
@@ -58,6 +56,13 @@ _EXPANDABLE = 2**42
 # Among free blocks of one size, the oldest segment's lowest block is used; before 2.13 the lowest
 # one (2.12 uses the oldest block, which is not simulated).
 _OLDEST_SEGMENT_FIRST = torch.__version__ >= "2.13"
+# Operators that cuBLAS runs, with a workspace.
+_MATMULS = {
+    *(torch.ops.aten.mm.default, torch.ops.aten.addmm.default),
+    *(torch.ops.aten.bmm.default, torch.ops.aten.baddbmm.default),
+    *(torch.ops.aten.mm.out, torch.ops.aten.addmm.out),
+    *(torch.ops.aten.bmm.out, torch.ops.aten.baddbmm.out),
+}
 # Settings that are simulated, and settings that do not change the memory of a step.
 _ALLOWED = re.compile(
     "expandable_segments:(True|False)$|backend:native$|pinned_|release_lock_on_|graph_capture_"
@@ -186,7 +191,6 @@ class CachingAllocator:
 
     Args:
         settings: settings of the allocator.
-        device_bytes: total memory of the device, which limits the addresses of a segment.
 
     Attributes:
         segments: first block of each segment.
@@ -194,12 +198,8 @@ class CachingAllocator:
             so they are their own peak; the other peaks have the prefix ``peak_``.
     """
 
-    def __init__(
-        self, settings: AllocatorSettings | None = None, device_bytes: int = _EXPANDABLE
-    ) -> None:
-        # An expandable segment has addresses for 9/8 of the memory.
-        self._segment_bytes = device_bytes * 9 // 8
-        self._is_expandable = settings is not None and settings.expandable_segments
+    def __init__(self, settings: AllocatorSettings) -> None:
+        self._is_expandable = settings.expandable_segments
         # Pools by stream and whether blocks are small.
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self.segments: list[Block] = []
@@ -285,12 +285,11 @@ class CachingAllocator:
         place = bisect_left(free, (size,))
         if place == len(free):
             return None
-        # The last block of an expandable segment counts with all addresses after it.
-        block = free[place].block
-        if self._is_expandable and block is pool.last and place + 1 < len(free):
-            end_of_segment = block.segment + self._segment_bytes
-            if free[place + 1].size < end_of_segment - block.address:
-                place += 1
+        # The last block of an expandable segment counts with all addresses after it, so the next
+        # larger block is smaller.
+        is_last = self._is_expandable and free[place].block is pool.last
+        if is_last and place + 1 < len(free):
+            place += 1
         return free.pop(place).block
 
     def _reserve(self, pool: _Pool, size: int) -> Block:
@@ -328,14 +327,6 @@ class CachingAllocator:
 # --- logs
 
 
-class FirstAllocation(NamedTuple):
-    """An allocation that only the first run of a phase makes, such as a workspace, and keeps."""
-
-    # Index of the entry of the phase's log that follows it.
-    position: int
-    entry: int
-
-
 @dataclass(frozen=True)
 class Phase:
     """Log of a part of training.
@@ -344,15 +335,16 @@ class Phase:
         log: entries of this phase; the storages in `before` have the first numbers.
         before: names of the storages that exist before it.
         after: numbers of the storages that remain after it, by name.
-        first_allocations: allocations that only the first run makes, which are not in `log`.
         activations: numbers of the allocations of the forward.
+        workspace_positions: indices of the entries of `log` that follow the first matrix product of
+            forward and that of backward.
     """
 
     log: array[int]
     before: tuple[Name, ...]
     after: Mapping[Name, int]
-    first_allocations: tuple[FirstAllocation, ...] = ()
     activations: frozenset[int] = frozenset()
+    workspace_positions: tuple[int, ...] = ()
 
     def differs_only_in_sizes(self, other: Phase) -> bool:
         """Return whether both logs allocate and free the same storages."""
@@ -396,34 +388,30 @@ class Phase:
             elif number in gradients:
                 kind = "gradients"
             num_bytes[kind] += sizes[number]
-        # The first allocations are kept, so every peak has them.
-        num_bytes["backward temporaries"] += sum(
-            first.entry % STREAM for first in self.first_allocations
-        )
         return num_bytes
 
 
-def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
+def join_phases(phases: Sequence[Phase], workspace_bytes: int) -> array[int]:
     """Join the logs of successive phases.
 
     Args:
-        phases: phases, each with whether training runs it for the first time.
+        phases: loading, the first micro-batch, and all that follows.
+        workspace_bytes: bytes of a workspace; 0 for none.
     """
     log = array("q")
     num_allocations = 0
     # Each log numbers its allocations from 0. `alive` has the number in the joined log of each
     # storage that remains after a phase, by name.
     alive: dict[Name, int | None] = {}
-    for phase, is_first_run in phases:
-        waiting = deque(phase.first_allocations if is_first_run else ())
+    for number_of_phase, phase in enumerate(phases):
         # `numbers[n]` is the number in the joined log of allocation n of the phase, beginning with
         # the storages that exist before it; None for the gradient of an unused parameter, which
         # does not exist.
         numbers = [alive.pop(name, None) for name in phase.before]
         for position, entry in enumerate(phase.log):
-            # The phase's own log does not number allocations of its first run.
-            while waiting and waiting[0].position == position:
-                log.append(waiting.popleft().entry)
+            # The first micro-batch allocates workspaces, which its log does not have.
+            if number_of_phase == 1 and workspace_bytes and position in phase.workspace_positions:
+                log.append(workspace_bytes)
                 num_allocations += 1
             # A positive entry allocates; the entry ~n frees allocation n of the phase.
             if entry > 0:
@@ -438,13 +426,16 @@ def join_phases(phases: Iterable[tuple[Phase, bool]]) -> array[int]:
     return log
 
 
+def _is_in_backward() -> bool:
+    return bool(private.current_graph_task_id() != -1)
+
+
 class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
     """Counts live bytes without a limit and logs each allocation.
 
     Args:
         replacements: functions that replace operators.
-        workspaces: workspaces of cuBLAS; None for a device without it.
-        host_storages: storages on the host, which are not counted.
+        workspace_bytes: bytes of a workspace. Two of them count, but are not in the log.
         streams: numbers of streams in the log, extended here. Streams of a CPU do nothing, but FSDP
             switches them.
     """
@@ -453,22 +444,21 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         self,
         *,
         replacements: Mapping[Any, Callable[..., Any]] | None = None,
-        workspaces: Workspaces | None = None,
-        host_storages: WeakSet[torch.UntypedStorage] | None = None,
+        workspace_bytes: int = 0,
         streams: dict[object, int] | None = None,
     ) -> None:
         super().__init__(sys.maxsize)
+        self.live_bytes = self.peak_bytes = 2 * workspace_bytes
         self.log = array("q")
         # Number of the allocation of each live storage, by its key.
         self._numbers: dict[int, int] = {}
         self._num_allocations = 0
         self._made_by_forward: list[int] = []
+        # Index of the entry of the log that follows the first matrix product, by whether the
+        # product is one of backward.
+        self._workspace_positions: dict[bool, int] = {}
         self._names_before: tuple[Name, ...] = ()
-        self._workspaces = workspaces
-        self._replacements = {**(replacements or {})}
-        if workspaces is not None:
-            self._replacements.update(workspaces.replacements)
-        self._host_storages = WeakSet() if host_storages is None else host_storages
+        self._replacements = replacements or {}
         self._streams = {torch.cpu.current_stream(): 0} if streams is None else streams
         self._is_replacing = False
         # Storages of numbers that count up: torch.arange(), plus a number.
@@ -497,32 +487,15 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         Args:
             named: tensors that remain for later phases.
         """
-        tensors = self._workspaces.tensors.values() if self._workspaces else ()
-        named_workspaces = ((("workspace", index), tensor) for index, tensor in enumerate(tensors))
-        workspaces = set(self._numbers_by_name(named_workspaces).values())
-        # The log begins with the storages before the phase, which keep their numbers. Workspaces
-        # leave it, so later allocations get lower numbers.
+        # The log begins with the storages before the phase, which have the first numbers.
         num_before = len(self._names_before)
-        new_numbers = {number: number for number in range(num_before)}
-        log = array("q")
-        first_allocations = []
-        num_allocations = num_before
-        for entry in self.log[num_before:]:
-            # A positive entry allocates; the entry ~n frees allocation n.
-            if entry <= 0:
-                log.append(~new_numbers[~entry])
-                continue
-            if num_allocations in workspaces:
-                first_allocations.append(FirstAllocation(len(log), entry))
-            else:
-                new_numbers[num_allocations] = len(new_numbers)
-                log.append(entry)
-            num_allocations += 1
-        after = {name: new_numbers[number] for name, number in self._numbers_by_name(named).items()}
-        activations = frozenset(
-            new_numbers[number] for number in self._made_by_forward if number in new_numbers
+        return Phase(
+            self.log[num_before:],
+            self._names_before,
+            self._numbers_by_name(named),
+            frozenset(self._made_by_forward),
+            tuple(position - num_before for position in self._workspace_positions.values()),
         )
-        return Phase(log, self._names_before, after, tuple(first_allocations), activations)
 
     def _numbers_by_name(self, named: Named) -> dict[Name, int]:
         """Return the number of the allocation of each counted storage."""
@@ -539,8 +512,7 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         freed = self._numbers.pop(key, None)
         # A resize in place allocates the new memory before it frees the old one.
         if size:
-            # -1 outside of backward.
-            if private.current_graph_task_id() == -1:
+            if not _is_in_backward():
                 self._made_by_forward.append(self._num_allocations)
             self._numbers[key] = self._num_allocations
             self._num_allocations += 1
@@ -550,9 +522,8 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
             self.log.append(~freed)
 
     def _has_memory(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor, fake or real, is on the device."""
-        # An empty set decides without the slow access to the storage.
-        return not self._host_storages or tensor.untyped_storage() not in self._host_storages
+        """Fake tensors stand for tensors of the device."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # The most frequent call on fake tensors; it allocates nothing.
@@ -567,6 +538,8 @@ class LoggingTracker(MemoryTracker):  # type: ignore[no-untyped-call]
         if func not in self._replacements or self._is_replacing:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             self._note_range(func, args, result)
+            if func in _MATMULS:
+                self._workspace_positions.setdefault(_is_in_backward(), len(self.log))
             return result
         with replaced(self, _is_replacing=True), self:
             return self._replacements[func](*args, **(kwargs or {}))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from math import ceil, gcd, prod
+from math import ceil
 from typing import Any, Literal
 
 import torch
@@ -54,10 +54,6 @@ _BACKWARDS = {
     "efficient": aten._scaled_dot_product_efficient_attention_backward.default,
     "cudnn": aten._scaled_dot_product_cudnn_attention_backward.default,
 }
-_MATMULS = (
-    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
-    *(aten.mm.out, aten.addmm.out, aten.bmm.out, aten.baddbmm.out),
-)
 
 
 def left_out(
@@ -113,8 +109,8 @@ class CudaKernels:
         self._functions: dict[str, Callable[..., Any]] = {
             "scaled_dot_product_attention": self.attention,
             "estimated_attention": self._packed_attention,
-            "rms_norm": partial(_fused_rms_norm, self._multiprocessors),
-            "layer_norm": partial(_layer_norm, self._multiprocessors),
+            "rms_norm": _fused_rms_norm,
+            "layer_norm": _layer_norm,
             "dropout": _dropout,
         }
 
@@ -273,7 +269,6 @@ class CudaKernels:
             aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
             aten.embedding_dense_backward.default: _embedding_backward,
-            aten._trilinear.default: _trilinear,
             aten._grouped_mm.default: _grouped_mm,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
         }
@@ -287,44 +282,29 @@ class CudaKernels:
         self, operator: Any, tensor: Tensor, dims: Sequence[int] | None, *args: Any, **kwargs: Any
     ) -> Tensor:
         result: Tensor = operator(tensor, dims, *args, **kwargs)
-        size = self._partial_sums(tensor, dims or ()) * max(4, result.element_size())
+        partial_sums = 0
+        # The dimension whose elements are adjacent in memory.
+        adjacent = min(range(tensor.dim()), key=tensor.stride, default=0)
+        if dims and adjacent not in {dim % tensor.dim() for dim in dims}:
+            partial_sums = self._most_partial_sums(tensor.numel(), result.numel())
         # At least one byte, so that the program does not depend on the number of rows.
-        torch.empty(max(1, size), dtype=torch.uint8)
+        num_bytes = max(1, partial_sums * max(4, result.element_size()))
+        torch.empty(num_bytes, dtype=torch.uint8)
         return result
 
-    def _partial_sums(self, tensor: Tensor, dims: Sequence[int]) -> int:
-        """Return the partial sums in the buffer of a sum over columns.
+    def _most_partial_sums(self, num_elements: int, columns: int) -> int:
+        """Return at most the number of partial sums of a sum over the rows of a matrix.
 
-        native/cuda/Reduce.cuh, ``setReduceConfig``: each thread adds up `vector` columns, a block
-        `width * vector` ones, and several blocks share the rows of a column.
+        native/cuda/Reduce.cuh, ``setReduceConfig``: a block of 128 threads adds up 128 columns, and
+        several blocks share the rows of a column if the device has more blocks than needed. Each
+        of them writes a partial sum for each of its threads.
         """
-        summed = {dim % (tensor.dim() or 1) for dim in dims}
-        kept = [dim for dim in range(tensor.dim()) if dim not in summed and tensor.shape[dim] > 1]
-        summed_strides = [tensor.stride(dim) for dim in summed if tensor.shape[dim] > 1]
-        if not kept or not summed_strides or min(summed_strides) < tensor.stride(kept[-1]):
+        rows = num_elements // max(1, columns)
+        blocks = self._multiprocessors * (12 if self._has_small_multiprocessors else 16)
+        if rows < 1024 or columns > 128 * blocks:
             return 0
-        outputs: int = prod(tensor.shape[dim] for dim in kept)
-        # TensorIterator merges dimensions that are adjacent in memory.
-        last = kept.pop()
-        row = tensor.shape[last]
-        while kept and tensor.stride(kept[-1]) == tensor.stride(last) * row:
-            row *= tensor.shape[kept.pop()]
-        # Threads read 4 columns at once if these are adjacent and aligned.
-        strides = [*summed_strides, *(tensor.stride(dim) for dim in kept)]
-        vector = gcd(4, row, *strides) if tensor.stride(last) == 1 else 1
-        columns = outputs // vector
-        threads = 512 // vector
-        width = min(32, 1 << (columns.bit_length() - 1))
-        rows_per_thread = ceil(tensor.numel() // outputs * width / threads)
-        grid = ceil(columns / width)
-        max_threads = 1536 if self._has_small_multiprocessors else 2048
-        if self.capability == (7, 5):
-            max_threads = 1024
-        blocks = self._multiprocessors * (max_threads // threads)
-        if rows_per_thread < 256 or grid > blocks:
-            return 0
-        shares = min(ceil(blocks / grid), ceil(rows_per_thread / 16))
-        return outputs * width * vector * max(shares, ceil(rows_per_thread / 256))
+        blocks_of_a_column = min(ceil(128 * blocks / columns), ceil(rows / 64))
+        return 128 * columns * max(blocks_of_a_column, ceil(rows / 1024))
 
 
 @contextmanager
@@ -355,30 +335,6 @@ class _ForFakes:
             if type(operand) is private.FakeTensor:
                 return self._fake(*args, **kwargs)
         return self.real(*args, **kwargs)
-
-
-class Workspaces:
-    """Workspaces of cuBLAS: one for the thread of forward, one for that of backward.
-
-    Attributes:
-        tensors: workspaces by whether they belong to backward.
-        replacements: replacements of matrix products, which create the workspaces.
-    """
-
-    def __init__(self, kernels: CudaKernels) -> None:
-        self._bytes = workspace_bytes(kernels.capability)
-        self.tensors: dict[bool, Tensor] = {}
-        self.replacements: dict[Any, Callable[..., Any]] = {
-            operator: partial(self._multiply, operator) for operator in _MATMULS
-        }
-
-    def _multiply(self, operator: Any, *args: Any, **kwargs: Any) -> Tensor:
-        result: Tensor = operator(*args, **kwargs)
-        # Autograd has a task only in backward.
-        is_backward = private.current_graph_task_id() != -1
-        if is_backward not in self.tensors:
-            self.tensors[is_backward] = torch.empty(self._bytes, dtype=torch.uint8)
-        return result
 
 
 def workspace_bytes(compute_capability: tuple[int, int]) -> int:
@@ -453,22 +409,17 @@ def _padded(query: Tensor, rows: int) -> int:
 
 
 def _fused_rms_norm(
-    multiprocessors: int,
-    input: Tensor,
-    normalized_shape: Any,
-    weight: Tensor | None = None,
-    eps: Any = None,
+    input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
     # native/layer_norm.cpp: weights of another dtype are not fused.
     if weight is not None and weight.dtype != input.dtype:
         return _rms_norm(input, normalized_shape, weight)
     # One root mean square per row is saved.
     shape = input.shape[: -len(normalized_shape)]
-    return _run(_Norm, multiprocessors, [shape], input, weight)
+    return _run(_Norm, [shape], input, weight)
 
 
 def _layer_norm(
-    multiprocessors: int,
     input: Tensor,
     normalized_shape: Any,
     weight: Tensor | None = None,
@@ -478,19 +429,16 @@ def _layer_norm(
 ) -> Tensor:
     # A mean and a deviation per row are saved.
     shape = input.shape[: -len(normalized_shape)]
-    return _run(_Norm, multiprocessors, [shape, shape], input, weight, bias)
+    return _run(_Norm, [shape, shape], input, weight, bias)
 
 
 class _Norm(torch.autograd.Function):
     """native/cuda/layer_norm_kernel.cu: ``layer_norm_cuda``, ``_fused_rms_norm_cuda``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, multiprocessors: int, saved_sums: Shapes, tensor: Tensor, *weights: Tensor | None
-    ) -> Tensor:
+    def forward(ctx: Any, saved_sums: Shapes, tensor: Tensor, *weights: Tensor | None) -> Tensor:
         output = torch.empty_like(tensor.contiguous())
         ctx.save_for_backward(tensor, *weights, *map(_floats, saved_sums))
-        ctx.multiprocessors = multiprocessors
         return output
 
     @staticmethod
@@ -499,19 +447,8 @@ class _Norm(torch.autograd.Function):
         # The kernel copies both if they are not contiguous, and keeps the copies until it returns.
         copies = gradient.contiguous(), tensor.contiguous()
         # needs_input_grad has no entries for the sums.
-        inputs = zip((copies[1], *weights_and_sums), ctx.needs_input_grad[2:], strict=False)
-        gradients = [torch.empty_like(input) if needs else None for input, needs in inputs]
-        weights = [weight for weight in gradients[1:] if weight is not None]
-        if weights:
-            width = weights[0].numel()
-            rows = tensor.numel() // width
-            # With many rows and few columns, the gradients are sums of partial sums.
-            if rows > 2**16 and width // 32 < ctx.multiprocessors // 2:
-                shares = min(ceil(rows / 32), 2**20 // width)
-                partial_sums = [weight.new_empty(shares, width) for weight in weights]
-                for sums in partial_sums:
-                    sums.sum(0)
-        return None, None, *gradients
+        inputs = zip((copies[1], *weights_and_sums), ctx.needs_input_grad[1:], strict=False)
+        return None, *(torch.empty_like(input) if needs else None for input, needs in inputs)
 
 
 class _Dropout(torch.autograd.Function):
@@ -550,13 +487,6 @@ def _embedding_backward(
     if num_tokens > 3072 or scales:
         num_groups = num_tokens // 10 + min(num_tokens, words)
         _floats((num_groups, gradient.shape[-1]))
-    return result
-
-
-def _trilinear(*args: Any) -> Tensor:
-    """Run nn.Bilinear's products for real, so that each of its operators is counted."""
-    keys = private.DispatchKeySet(private.DispatchKey.CPU)
-    result: Tensor = aten._trilinear.default.redispatch(keys, *args)
     return result
 
 

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -34,7 +33,7 @@ from adaptive_batch.memory import (
 )
 
 from .allocator import LoggingTracker, Phase, join_phases
-from .cuda_operators import CudaKernels, Workspaces
+from .cuda_operators import CudaKernels, workspace_bytes
 
 private = PrivateNames("memory estimates")
 
@@ -121,31 +120,14 @@ class FakeDevice:
         self.mode = private.FakeTensorMode()
         self.kernels = kernels
         self._counter: LoggingTracker | None = None
-        # Storages of a batch that are on the host until the step copies them to the device.
-        self.host_storages: WeakSet[torch.UntypedStorage] = WeakSet()
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
-        # Tensors of the model in order of creation; empty if a script moves them.
-        self.created: list[torch.Tensor] = []
-        # Models whose buffers are filled before loading, and the logs of that.
-        self._filled_models: list[nn.Module] = []
-        self.filling_phases: list[Phase] = []
+        # cuBLAS keeps a workspace for the thread of forward, and one for that of backward.
+        self.workspace_bytes = 0 if kernels is None else workspace_bytes(kernels.capability)
         # Share by which the real peak may exceed the counted one.
         self.margin = 0.0
 
-    def move(self, model: nn.Module, *, fill: Callable[[], object] | None = None) -> None:
-        """Make the parameters and buffers of a model fake, in place; real ones are freed.
-
-        Args:
-            model: model, on the meta device or real.
-            fill: function that creates real buffers of the model, as loading does.
-        """
-        # Loading fills buffers before it creates the other tensors, so log that first.
-        if fill is not None:
-            self._filled_models.append(model)
-            counter = LoggingTracker()
-            with counter:
-                fill()
-            self.filling_phases.append(counter.phase(self.filled_buffers()))
+    def move(self, model: nn.Module) -> None:
+        """Make the parameters and buffers of a model fake, in place; real ones are freed."""
         # Modules that share a tensor share its fake one, so tied weights stay tied.
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
@@ -156,20 +138,8 @@ class FakeDevice:
                         fakes[tensor] = nn.Parameter(fakes[tensor], tensor.requires_grad)
                 setattr(module, name, fakes[tensor])
 
-    def filled_buffers(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
-        """Yield the names and buffers that :attr:`filling_phases` have allocated."""
-        buffers = chain.from_iterable(model.buffers() for model in self._filled_models)
-        for number, buffer in enumerate(buffers):
-            yield ("filled", number), buffer
-
-    def move_batch(self, batch: dict[str, Any], *, is_on_device: bool = True) -> None:
-        """Make the tensors of a batch fake, in place, and count them.
-
-        Args:
-            batch: tensors by name.
-            is_on_device: whether the whole batch is on the device. If False, tensors on the CPU
-                count once the step copies them, inside :class:`DevicesAsHost`.
-        """
+    def move_batch(self, batch: dict[str, Any]) -> None:
+        """Make the tensors of a batch fake, in place, and count them as on the device."""
 
         def fake(tensor: torch.Tensor) -> torch.Tensor:
             result = tensor
@@ -177,11 +147,8 @@ class FakeDevice:
                 # The counter must not log temporary tensors of this conversion.
                 with private.disable_current_modes():
                     result = self._make_fake(tensor)
-            storage = result.untyped_storage()
-            if not is_on_device and tensor.device.type == "cpu":
-                self.host_storages.add(storage)
-            elif self._counter:
-                self._counter.count_storage(storage)
+            if self._counter:
+                self._counter.count_storage(result.untyped_storage())
             return result
 
         batch.update(private.tree_map_only(torch.Tensor, fake, dict(batch)))
@@ -265,8 +232,7 @@ class FakeDevice:
         kernels = self.kernels
         counter = LoggingTracker(
             replacements=kernels.operators() if kernels else {},
-            workspaces=Workspaces(kernels) if kernels else None,
-            host_storages=self.host_storages,
+            workspace_bytes=self.workspace_bytes,
             streams=self._streams,
         )
         self._counter = counter
@@ -418,25 +384,21 @@ class FakeStep:
         """
         run = forward_backward or self.forward_backward
         micro_batch = self._micro_batch_phase(rows, run)
-        # Phases, each with whether training runs it for the first time.
-        phases = [(filling, True) for filling in self._device.filling_phases]
-        phases.append((self._loading_phase(), True))
+        phases = [self._loading_phase()]
         for number in range(num_steps):
             is_first_step = number == 0
-            if self.accumulates:
-                # The first micro-batch of each step creates the gradients.
-                first_micro_batch = self._micro_batch_phase(rows, run, is_first=True)
-                phases.append((first_micro_batch, is_first_step))
-                phases += [(micro_batch, False)] * (micro_batches - 1)
-            elif self._in_backward and is_first_step:
-                # The first micro-batch of training creates the optimizer's state.
-                phases.append((self._micro_batch_phase(rows, run, is_first=True), True))
+            # The first micro-batch of each step creates the gradients, or that of training creates
+            # the state of an optimizer in backward.
+            if self.accumulates or (self._in_backward and is_first_step):
+                phases.append(self._micro_batch_phase(rows, run, is_first=True))
             else:
-                phases.append((micro_batch, is_first_step))
+                phases.append(micro_batch)
+            if self.accumulates:
+                phases += [micro_batch] * (micro_batches - 1)
             if self._optimizer_phases:
                 first_step, later_step = self._optimizer_phases
-                phases.append((first_step if is_first_step else later_step, False))
-        return join_phases(phases)
+                phases.append(first_step if is_first_step else later_step)
+        return join_phases(phases, self._device.workspace_bytes)
 
     def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
         """Return the bytes by kind at the peak of a micro-batch."""
@@ -448,7 +410,8 @@ class FakeStep:
             "optimizer state": resident.optimizer,
             "gradients": resident.gradients + num_bytes["gradients"],
             "activations": num_bytes["activations"],
-            "backward temporaries": num_bytes["backward temporaries"],
+            "backward temporaries": num_bytes["backward temporaries"]
+            + 2 * self._device.workspace_bytes,
         }
 
     @property
@@ -459,9 +422,6 @@ class FakeStep:
     def _loading_phase(self) -> Phase:
         """Return the log of loading the model."""
         with self._device.counting() as counter:
-            counter.add_named(self._device.filled_buffers())
-            # Tensors are allocated in order of creation; those that are already counted stay.
-            counter.add(self._device.created)
             counter.add(tensor for _, tensor in _named_model_tensors(self.model))
             return counter.phase(_named_model_tensors(self.model))
 
@@ -600,40 +560,17 @@ def _named_model_tensors(model: nn.Module) -> Iterator[tuple[tuple[str, int], to
 
 
 class DevicesAsHost(TorchFunctionMode):
-    """Redirects moves to devices to the CPU, where fake tensors are.
-
-    Args:
-        device: fake device; tensors that were not on it are copied.
-    """
-
-    def __init__(self, device: FakeDevice) -> None:
-        super().__init__()
-        self._device = device
+    """Redirects moves to devices to the CPU, where fake tensors are."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
-            return self._moved(args[0])
-        # The result of these calls is on the device: a copy, if the tensor was on the host.
-        moves = func is torch.Tensor.type_as
+            return args[0]
+        kwargs = dict(kwargs or {})
         if "device" in kwargs:
-            moves = True
             kwargs["device"] = _host_in_place_of(kwargs["device"])
         if func is torch.Tensor.to:
             args = tuple(map(_host_in_place_of, args))
-            # Its first argument is the tensor; a later one may be a device, or a tensor on it.
-            if any(isinstance(arg, torch.device | torch.Tensor) for arg in args[1:]):
-                moves = True
-        result = func(*args, **kwargs)
-        if moves and isinstance(result, torch.Tensor):
-            return self._moved(result)
-        return result
-
-    def _moved(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a tensor that was not on the device, or the tensor itself."""
-        if tensor.untyped_storage() in self._device.host_storages:
-            return tensor.clone()
-        return tensor
+        return func(*args, **kwargs)
 
 
 def _host_in_place_of(value: Any) -> Any:

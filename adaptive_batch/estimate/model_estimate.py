@@ -198,8 +198,7 @@ def estimate_step(
                 is_first_device = members[0] == 0
                 if trace is not None and is_first_device:
                     log = step.log(max(1, fits_of_members[0].max_batch_size), num_steps=2)
-                    allocator = CachingAllocator(settings, targets[0].total_bytes)
-                    snapshot = allocator.snapshot(log)
+                    snapshot = CachingAllocator(settings).snapshot(log)
                     Path(trace).write_bytes(pickle.dumps(snapshot))
             fits.update(zip(members, fits_of_members, strict=True))
             not_counted.update(dict.fromkeys(compiled.left_out))
@@ -394,9 +393,7 @@ def estimate_length(
         if allocator is None:
             return counted_fit(length, target.budget_bytes, maximum=maximum)
         log = partial(step.log, forward_backward=run)
-        bounds = ReplayedBounds(
-            length, log, allocator, maximum=maximum, device_bytes=target.total_bytes
-        )
+        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
         return bounds.fit(target.budget_bytes, expected)
 
     def find_traced_fit(length: LengthEstimate, target: Target, expected: Fit) -> Fit:
@@ -505,7 +502,6 @@ class ReplayedBounds:
         log: function that returns the log of training with a number of rows (:mod:`.allocator`).
         settings: settings of the allocator.
         maximum: limit of the rows.
-        device_bytes: total memory of the device.
     """
 
     def __init__(
@@ -515,9 +511,7 @@ class ReplayedBounds:
         settings: AllocatorSettings,
         *,
         maximum: int,
-        device_bytes: int,
     ) -> None:
-        self._device_bytes = device_bytes
         self._length = length
         self._log = log
         self._settings = settings
@@ -556,7 +550,7 @@ class ReplayedBounds:
     def peaks(self, rows: int) -> tuple[int, int]:
         """Return the peaks of allocated and reserved bytes, raised by the estimate's margin."""
         if rows not in self._peaks:
-            allocator = CachingAllocator(self._settings, self._device_bytes)
+            allocator = CachingAllocator(self._settings)
             allocator.replay(self._log(rows))
             peaks = allocator.peak_allocated_bytes, allocator.reserved_bytes
             allocated, reserved = (int(peak * (1 + self._length.margin)) for peak in peaks)

@@ -21,7 +21,6 @@ from typing import Any, ClassVar
 
 import torch
 from omegaconf import DictConfig, OmegaConf
-from torch.nn.modules.module import register_module_parameter_registration_hook
 from torchtune.data import padded_collate_packed
 from torchtune.training import OffloadActivations
 
@@ -525,26 +524,14 @@ class FakeRun:
         return lambda num_rows: self.trainer.engine.try_rows(make_rows(num_rows))
 
     def _build_model(self, builder: FullModel, cfg: DictConfig) -> torch.nn.Module:
-        """Build a model on the fake device, with its parameters in the order of their creation."""
+        """Build a model on the fake device."""
         job = self.job
-        # Modules and names of the parameters, in the order in which the builder creates them.
-        registered: list[tuple[torch.nn.Module, str]] = []
-        with register_module_parameter_registration_hook(
-            lambda module, name, _: registered.append((module, name))
-        ):
-            model = build_without_weights(
-                cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
-            )
-        # Some models read the values of their buffers, so these are real.
-        fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
-        self.device.move(model, fill=fill)
-        # A single process allocates parameters in this order, which decides how the caching
-        # allocator places them. Modules that the builder has replaced since are freed.
-        if distributed.world_size() == 1:
-            kept = {*model.modules()}
-            self.device.created += [
-                getattr(module, name) for module, name in registered if module in kept
-            ]
+        model = build_without_weights(
+            cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
+        )
+        # Some models read the values of their buffers, so these are real before the move.
+        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
+        self.device.move(model)
         self._compiled_parts.take_over_modules(model)
         return model
 

@@ -736,10 +736,9 @@ class AdaptiveStep(PartStep):
         def forward_backward(fake: FakeDevice, num_rows: int) -> None:
             with private.disable_current_modes():
                 tensors = {"batch": sample(num_rows)}
-            # FakeDevice.move_batch() replaces the tensors in place. If the model is on the CPU, a
-            # script does not move the tensors of a sample, so they count as already on the device.
-            fake.move_batch(tensors, is_on_device=device.type == "cpu")
-            with DevicesAsHost(fake):
+            # FakeDevice.move_batch() replaces the tensors in place.
+            fake.move_batch(tensors)
+            with DevicesAsHost():
                 part = Part(tensors["batch"], num_rows, is_trial=True)
                 if self.statistics is not None:
                     part = part._replace(statistics=self.statistics.of_part(part))

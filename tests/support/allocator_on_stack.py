@@ -97,8 +97,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     torch.cuda.reset_accumulated_memory_stats()
-    device_bytes = torch.cuda.get_device_properties(0).total_memory
-    allocator = CachingAllocator(AllocatorSettings.from_environment(), device_bytes)
+    allocator = CachingAllocator(AllocatorSettings.from_environment())
     held: list[tuple[torch.Tensor, Any]] = []
     largest = draw.choice([18, 21, 23, 25, 27, 29, 30])
     few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]

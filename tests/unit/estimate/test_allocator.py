@@ -20,9 +20,7 @@ from adaptive_batch.estimate.allocator import (
     STREAM,
     AllocatorSettings,
     CachingAllocator,
-    FirstAllocation,
     Phase,
-    join_phases,
 )
 
 MIB = 2**20
@@ -37,17 +35,12 @@ def test_streams_share_no_blocks(expandable_segments):
     assert device.reserved_bytes == 80 * MIB
 
 
-@pytest.mark.parametrize(("device_mib", "is_last"), [(800, True), (8000, False)])
-def test_the_last_block_of_an_expandable_segment_counts_with_the_rest_of_its_addresses(
-    device_mib, is_last
-):
-    device = CachingAllocator(AllocatorSettings(expandable_segments=True), device_mib * MIB)
+def test_the_last_block_of_an_expandable_segment_counts_with_the_rest_of_its_addresses():
+    device = CachingAllocator(AllocatorSettings(expandable_segments=True))
     first, between, last = (device.malloc(size * MIB) for size in (500, 20, 100))
     device.free(first)
     device.free(last)
-    # 9/8 of 800 MiB are 900 MiB, of which 380 MiB are left for the last block.
-    block = device.malloc(50 * MIB)
-    assert block.address == (last.address if is_last else first.address)
+    assert device.malloc(50 * MIB).address == first.address
     assert between.is_allocated
 
 
@@ -144,11 +137,6 @@ def test_interpolated_sizes_are_those_of_a_trace():
     assert traced.is_traced(7)
     assert not between.is_traced(7)
     assert between.log(7) == traced.log(7)
-
-
-def test_allocations_of_the_first_run_are_joined_once():
-    product = Phase(array("q", [512, ~0]), (), {}, (FirstAllocation(1, 32), FirstAllocation(1, 8)))
-    assert list(join_phases([(product, True), (product, False)])) == [512, 32, 8, ~0, 512, ~3]
 
 
 @given(

@@ -63,7 +63,7 @@ def test_attention_of_packed_rows_is_compiled_if_one_kernel_supports_them(capabi
     assert parts.left_out == ([] if is_compiled else [reason])
 
 
-ROWS = 64
+ROWS = 4096
 
 
 def estimate(**keys):

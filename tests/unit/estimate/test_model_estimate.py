@@ -304,7 +304,7 @@ def test_the_result_is_the_largest_that_fits(mib, each):
     curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row), 0),))
     length = LengthEstimate(512, resident, curve, fixed + per_row, None)
     logs = partial(step_log, each=per_row)
-    made = ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096, device_bytes=mib * MIB)
+    made = ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096)
     fit = made.fit(mib * MIB)
     most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
     assert fit.max_batch_size <= most
