@@ -391,11 +391,14 @@ class Phase:
         return num_bytes
 
 
-def join_phases(phases: Sequence[Phase], workspace_bytes: int) -> array[int]:
+def join_phases(
+    phases: Sequence[Phase], first_micro_batch: int, workspace_bytes: int
+) -> array[int]:
     """Join the logs of successive phases.
 
     Args:
-        phases: loading, the first micro-batch, and all that follows.
+        phases: loading and steps.
+        first_micro_batch: index of the phase that allocates the workspaces.
         workspace_bytes: bytes of a workspace; 0 for none.
     """
     log = array("q")
@@ -403,14 +406,15 @@ def join_phases(phases: Sequence[Phase], workspace_bytes: int) -> array[int]:
     # Each log numbers its allocations from 0. `alive` has the number in the joined log of each
     # storage that remains after a phase, by name.
     alive: dict[Name, int | None] = {}
-    for number_of_phase, phase in enumerate(phases):
+    for index, phase in enumerate(phases):
         # `numbers[n]` is the number in the joined log of allocation n of the phase, beginning with
         # the storages that exist before it; None for the gradient of an unused parameter, which
         # does not exist.
         numbers = [alive.pop(name, None) for name in phase.before]
         for position, entry in enumerate(phase.log):
-            # The first micro-batch allocates workspaces, which its log does not have.
-            if number_of_phase == 1 and workspace_bytes and position in phase.workspace_positions:
+            # The phase's log does not have the workspaces that its first run allocates.
+            is_workspace = index == first_micro_batch and position in phase.workspace_positions
+            if is_workspace and workspace_bytes:
                 log.append(workspace_bytes)
                 num_allocations += 1
             # A positive entry allocates; the entry ~n frees allocation n of the phase.

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from fractions import Fraction
 from importlib import import_module
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -121,13 +121,28 @@ class FakeDevice:
         self.kernels = kernels
         self._counter: LoggingTracker | None = None
         self._streams: dict[object, int] = {torch.cpu.current_stream(): 0}
+        # Models whose buffers are filled before loading, and the logs of that.
+        self._filled_models: list[nn.Module] = []
+        self.filling_phases: list[Phase] = []
         # cuBLAS keeps a workspace for the thread of forward, and one for that of backward.
         self.workspace_bytes = 0 if kernels is None else workspace_bytes(kernels.capability)
         # Share by which the real peak may exceed the counted one.
         self.margin = 0.0
 
-    def move(self, model: nn.Module) -> None:
-        """Make the parameters and buffers of a model fake, in place; real ones are freed."""
+    def move(self, model: nn.Module, *, fill: Callable[[], object] | None = None) -> None:
+        """Make the parameters and buffers of a model fake, in place; real ones are freed.
+
+        Args:
+            model: model, on the meta device or real.
+            fill: function that creates real buffers of the model, as loading does.
+        """
+        # Loading fills buffers before it creates the other tensors, so log that first.
+        if fill is not None:
+            self._filled_models.append(model)
+            counter = LoggingTracker()
+            with counter:
+                fill()
+            self.filling_phases.append(counter.phase(self.filled_buffers()))
         # Modules that share a tensor share its fake one, so tied weights stay tied.
         fakes: dict[torch.Tensor, torch.Tensor] = {}
         for module in model.modules():
@@ -137,6 +152,12 @@ class FakeDevice:
                     if isinstance(tensor, nn.Parameter):
                         fakes[tensor] = nn.Parameter(fakes[tensor], tensor.requires_grad)
                 setattr(module, name, fakes[tensor])
+
+    def filled_buffers(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
+        """Yield the names and buffers that :attr:`filling_phases` have allocated."""
+        buffers = chain.from_iterable(model.buffers() for model in self._filled_models)
+        for number, buffer in enumerate(buffers):
+            yield ("filled", number), buffer
 
     def move_batch(self, batch: dict[str, Any]) -> None:
         """Make the tensors of a batch fake, in place, and count them as on the device."""
@@ -384,7 +405,8 @@ class FakeStep:
         """
         run = forward_backward or self.forward_backward
         micro_batch = self._micro_batch_phase(rows, run)
-        phases = [self._loading_phase()]
+        phases = [*self._device.filling_phases, self._loading_phase()]
+        first_micro_batch = len(phases)
         for number in range(num_steps):
             is_first_step = number == 0
             # The first micro-batch of each step creates the gradients, or that of training creates
@@ -398,7 +420,7 @@ class FakeStep:
             if self._optimizer_phases:
                 first_step, later_step = self._optimizer_phases
                 phases.append(first_step if is_first_step else later_step)
-        return join_phases(phases, self._device.workspace_bytes)
+        return join_phases(phases, first_micro_batch, self._device.workspace_bytes)
 
     def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
         """Return the bytes by kind at the peak of a micro-batch."""
@@ -422,6 +444,7 @@ class FakeStep:
     def _loading_phase(self) -> Phase:
         """Return the log of loading the model."""
         with self._device.counting() as counter:
+            counter.add_named(self._device.filled_buffers())
             counter.add(tensor for _, tensor in _named_model_tensors(self.model))
             return counter.phase(_named_model_tensors(self.model))
 

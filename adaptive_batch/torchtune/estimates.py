@@ -529,9 +529,9 @@ class FakeRun:
         model = build_without_weights(
             cfg, builder, dtype=job.dtype, device=job.device, on_meta=True
         )
-        # Some models read the values of their buffers, so these are real before the move.
-        compute_rotary_buffers(model, dtype=job.dtype, device=job.device)
-        self.device.move(model)
+        # Some models read the values of their buffers, so these are real.
+        fill = partial(compute_rotary_buffers, model, dtype=job.dtype, device=job.device)
+        self.device.move(model, fill=fill)
         self._compiled_parts.take_over_modules(model)
         return model
 
