@@ -16,6 +16,7 @@ import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -138,7 +139,6 @@ class AdaptiveLoop:
         if sampling.batch_tokens and micro_batch_tokens is None and micro_batch_size is None:
             micro_batch_tokens = "auto"
         rows = DatasetAdapter(dataset, row_length)
-        self._optimizer = optimizer
         self._options = options
         self._step = RowStep(
             model,
@@ -194,6 +194,13 @@ class AdaptiveLoop:
             "lr_clock": options.lr_clock,
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
+        # True from run() to optimizer.step().
+        self._awaits_optimizer = False
+        self._has_step_hook = False
+        # Some optimizers of torchao and accelerate's wrapper have no hooks.
+        with suppress(AttributeError):
+            optimizer.register_step_post_hook(self._note_optimizer_step)
+            self._has_step_hook = True
 
     # --- what fits
 
@@ -368,6 +375,7 @@ class AdaptiveLoop:
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
         self._nonfinite.drop_if_nonfinite(result, planned.progress, lr=rates["lr"])
+        self._awaits_optimizer = self._has_step_hook
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens)
         record = result.record(
@@ -418,18 +426,23 @@ class AdaptiveLoop:
         if self._built_with["batch_size"] == "max" and self.max_batch_size is None:
             self.find_bound()
 
+    def _note_optimizer_step(self, *_: Any) -> None:
+        self._awaits_optimizer = False
+
     # --- resuming
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and all state of the loop as plain values, the same on all ranks.
-        Call it after ``optimizer.step()`` and ``optimizer.zero_grad()``.
+        Call it after ``optimizer.step()``.
 
         Your script saves the weights, the optimizer state and the RNG state.
 
         Raises:
-            ValueError: a gradient is not zero; a resumed run would lose its step.
+            ValueError: the gradients of the last step were neither applied nor cleared; a resumed
+                run would lose this step.
         """
-        check_gradients_are_clear(self._step.model)
+        if self._awaits_optimizer:
+            check_gradients_are_clear(self._step.model)
         return {
             "batches": self._batches.state_dict(),
             "step": self._step.state_dict(),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.loops import RATE, ROWS, RunsOut, of_ranks, sizes, train, training
+from support.same_state import assert_same
 from support.sharded_model import Decoder, collate, token_losses, training_state
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -62,9 +64,29 @@ def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
     one.loop.run(next(rows))
     with pytest.raises(ValueError, match=r"call optimizer\.step\(\) and optimizer\.zero_grad\(\)"):
         one.loop.state_dict()
-    one.optimizer.step()
-    one.optimizer.zero_grad()
+    one.optimizer.zero_grad(set_to_none=False)
     one.loop.state_dict()
+
+
+def test_a_state_before_zero_grad_resumes_to_the_bit():
+    options = {"lr_scaling": "sqrt", "batch_increase_function": geometric(2.0)}
+    one, other = training(**options), training(**options)
+    for rows in one.loop:
+        one.optimizer.zero_grad()
+        one.loop.run(rows)
+        one.optimizer.step()
+        if one.loop.progress.steps == 3:
+            # Saved between optimizer.step() and zero_grad().
+            other.loop.load_state_dict(copy.deepcopy(one.loop.state_dict()))
+            other.model.load_state_dict(one.model.state_dict())
+            other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
+    one.optimizer.zero_grad()
+    seen, seen_by_other = train(one, epochs=2), train(other, epochs=2)
+    assert seen == seen_by_other[-len(seen) :]
+    assert (len(seen_by_other), other.loop.progress) == (7 + len(seen), one.loop.progress)
+    assert_same(
+        training_state(other.model, other.optimizer), training_state(one.model, one.optimizer)
+    )
 
 
 @pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
