@@ -202,8 +202,8 @@ class Watchdog:
             if _PEER_GONE.search(reason):
                 message = (
                     "another rank exited without an error message, perhaps killed by the OOM killer"
-                    f" ({reason}); resume from the last checkpoint with torchrun's --max-restarts"
-                    " or resume_from_checkpoint=True"
+                    f" ({reason}); resume with resume_from_checkpoint=True, or with auto and"
+                    " torchrun's --max-restarts"
                 )
                 self._end("lost_peer", message, facts, f"rank {self._rank}: {message}")
         if isinstance(error, str):

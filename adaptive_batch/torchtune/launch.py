@@ -26,6 +26,7 @@ from adaptive_batch.training import differences
 
 from .checks import check_parallel
 from .configuration import as_dict, plainly
+from .store import FinishedError
 
 log = logging.getLogger("adaptive_batch")
 
@@ -192,12 +193,17 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
         with all_ranks(cfg) as watch:
             show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
             recipe = make_recipe(watch)
-            with interruptible(recipe.after_end):
-                # A signal ends setup() at once. train() handles signals itself: it finishes and
-                # saves the step.
-                with raising_on_request():
-                    recipe.setup()
-                recipe.train()
+            try:
+                with interruptible(recipe.after_end):
+                    # A signal ends setup() at once. train() handles signals itself: it finishes
+                    # and saves the step.
+                    with raising_on_request():
+                        recipe.setup()
+                    recipe.train()
+            except FinishedError as done:
+                # Not an error: a job that repeats its command until it succeeds must not fail after
+                # the run is finished.
+                log.info("%s", done)
     finally:
         if recipe:
             recipe.cleanup()

@@ -501,7 +501,7 @@ class LostRun:
         # Facts of earlier attempts stay.
         if new_facts:
             self._facts |= new_facts
-            atomic_write(self._path, json.dumps(self._facts))
+            atomic_write(self._path, json.dumps(self._facts), sync=True)
 
     def _read(self) -> dict[str, Any]:
         """Return the recorded facts; delete those of an earlier run."""

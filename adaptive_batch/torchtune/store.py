@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping
@@ -54,6 +55,10 @@ def _described(saves_by_run: Mapping[Any, list[Path]]) -> str:
         f"{f'run {run}' if run else 'an unknown run'} ({', '.join(path.name for path in paths)})"
         for run, paths in saves_by_run.items()
     )
+
+
+class FinishedError(CheckpointError):
+    """A command with ``resume_from_checkpoint=auto`` finds the run finished."""
 
 
 class RunStore:
@@ -141,23 +146,42 @@ class RunStore:
         Raises:
             CheckpointError: the run resumes, but the folder has no complete checkpoint, or has
                 saves of two runs.
-            SettingError: the given path is not a checkpoint.
+            FinishedError: the last epoch was saved without a checkpoint.
+            SettingError: the given path is not a checkpoint, or torchrun restarts the run and it
+                would not resume.
         """
         # True, False, "auto" or the path of a checkpoint.
         asked = self._job.cfg.resume_from_checkpoint
-        if isinstance(asked, str) and asked != AUTO:
-            return self._find_named(Path(asked).absolute())
+        if not isinstance(asked, bool | None) and asked != AUTO:
+            return self._find_named(Path(str(asked)).absolute())
+        if not asked and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+            remedy = (
+                "after a restart by torchrun (--max-restarts), the run would start again instead of"
+                " resuming; give auto, and a new output_dir for a new run"
+            )
+            raise SettingError("resume_from_checkpoint", asked, remedy)
         saves = self.saves_by_run()
         if not asked or (asked == AUTO and not saves):
             return FoundCheckpoint()
         named_runs = {run: paths for run, paths in saves.items() if run is not None}
+        newest = self.newest(named_runs)
         if len(named_runs) > 1:
-            newest = self.newest(named_runs)
             example = newest.path if newest else "OUTPUT_DIR/step_100"
             raise CheckpointError(
                 f"{self.path} holds saves of {len(named_runs)} runs: {_described(named_runs)};"
                 f" name the checkpoint to resume from, as in resume_from_checkpoint={example}"
             )
+        if asked == AUTO:
+            # An export of the last epoch that is newer than all checkpoints ends its run: resuming
+            # from an earlier checkpoint would train the end of the run again.
+            newest_age = newest.age if newest else (0, 0)
+            for export in exports_in(self.exports_path):
+                is_last = export.run in named_runs and export.epoch + 1 >= self._job.cfg.epochs
+                if is_last and (export.order, export.step or 0) > newest_age:
+                    raise FinishedError(
+                        f"nothing to train: run {export.run} is done ({export.path}); only a run"
+                        " with keep_final_state=True continues if you raise epochs"
+                    )
         return self._newest_intact(checkpoints_in(self.path))
 
     def _find_named(self, path: Path) -> FoundCheckpoint:

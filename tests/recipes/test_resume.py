@@ -318,7 +318,9 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
     assert same_weights(resumed.weights(1), whole.weights(1))
 
 
-@pytest.mark.parametrize("asked", ["ture", "{folder}/step_4", "{folder}/adaptive_batch"])
+@pytest.mark.parametrize(
+    "asked", ["ture", "3", "[6]", "{folder}/step_4", "{folder}/adaptive_batch"]
+)
 def test_a_path_that_is_no_checkpoint_is_refused(small, whole, asked):
     folder = stopped_after(whole, small, 6)
     remedy = "give True, False, auto, or a checkpoint's folder"
@@ -332,6 +334,24 @@ def test_a_folder_without_saves_is_refused_with_the_fix(small):
         match=r"holds no complete checkpoint \(step_N\): .*resume_from_checkpoint=False to start",
     ):
         resume_run(small, small.fresh_folder())
+
+
+@pytest.mark.parametrize("points", [(), ("save_every_n_steps=2",)])
+def test_a_finished_run_without_state_is_left_as_it_is_by_auto(small, points):
+    keys = ("epochs=1", "max_steps_per_epoch=3", "keep_final_state=False", *points)
+    done = small.run_in_process(OURS, *keys)
+    saves = saves_in(done.output_dir)
+    resume_from(small, done.output_dir, "auto", *keys)
+    assert len(records(done.output_dir, "start")) == 1
+    assert saves_in(done.output_dir) == saves
+
+
+def test_a_run_that_torchrun_may_restart_has_to_resume(small, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    replaces = ("overwrite_output_dir=True", f"output_dir={small.fresh_folder()}")
+    with pytest.raises(SettingError, match=r"^resume_from_checkpoint=False: .*; give auto, and"):
+        small.run_in_process(OURS, *replaces)
+    resume_from(small, small.fresh_folder(), "auto", "epochs=1", "max_steps_per_epoch=1")
 
 
 def test_a_finished_run_without_state_cannot_be_resumed(small):
