@@ -15,7 +15,7 @@ from support.step_logs import STEPS, made_up_rows, on_cuda, on_ranks, peak_bytes
 from adaptive_batch import distributed
 from adaptive_batch.estimate import AllocatorSettings, CachingAllocator, CudaKernels, FakeDevice
 from adaptive_batch.estimate.compiled_parts import MARGIN
-from adaptive_batch.torchtune.estimates import FakeRun
+from adaptive_batch.torchtune.estimates import FakeRun, offloading_fake_tensors
 
 pytestmark = [
     pytest.mark.cuda_stack,
@@ -65,9 +65,12 @@ def estimated(cfg, rows, tokens, *, micro_batches=1):
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     device = FakeDevice(CudaKernels(torch.cuda.get_device_capability(), multiprocessors))
     run = FakeRun(cfg, device, reads_data=False)
-    step = run.step(lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1)
-    step.trace(rows)
-    return step.log(rows, num_steps=STEPS, micro_batches=micro_batches)
+    with offloading_fake_tensors():
+        step = run.step(
+            lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1
+        )
+        step.trace(rows)
+        return step.log(rows, num_steps=STEPS, micro_batches=micro_batches)
 
 
 def assert_reserves_alike(expected, got, *, rel):
