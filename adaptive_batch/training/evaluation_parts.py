@@ -204,7 +204,10 @@ class EvaluationParts:
             "other ranks would wait for the collectives of its parts"
         )
         for numbers in parts:
-            part = rows.part(numbers)
+            try:
+                part = rows.part(numbers)
+            except SettingError as error:
+                raise self._cannot_split(str(error)) from error
             # Count before the function, which may pop the labels from the batch.
             counts.append((*self._labels.candidates(part, len(numbers)), len(numbers)))
             refusing: AbstractContextManager[object] = nullcontext()

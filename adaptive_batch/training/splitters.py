@@ -115,9 +115,12 @@ class RowSplitter:
         self, batch: Any, is_divided: Mapping[str, bool | None] | None = None
     ) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
-        documents = documents_of(batch)
+        is_divided = is_divided or {}
+        # After batches of several packed rows, the last batch may have one: it stays a row.
+        has_rows_of_tokens = is_divided.get("input_ids") or is_divided.get("tokens")
+        documents = None if has_rows_of_tokens else documents_of(batch)
         if documents is None:
-            return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided or {})
+            return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided)
         return documents
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from adaptive_batch import StepOptions
+from adaptive_batch import DoesNotFitError, StepOptions
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.training import EvaluationParts
 from adaptive_batch.training.evaluation_parts import _differ, _states_differ
@@ -68,6 +68,31 @@ def test_rows_without_labels_leave_the_mean_over_labels(num_unlabelled):
     loss, _, _ = evaluation_of(model).run(batch, forward, snapshot=lambda: lambda: None)
     shifted = model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()
     torch.testing.assert_close(loss, nn.functional.cross_entropy(*shifted).detach())
+
+
+def sums_of_rows(batch):
+    values = next(iter(batch.values()))
+    if len(values) > 2:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return None, values.sum(1)
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_as_one_that_ran_out_of_memory():
+    values = torch.ones(4, 3)
+    batch = {"x": values, "views": [values, values]}
+    evaluation = evaluation_of(nn.Linear(1, 1))
+    with pytest.raises(DoesNotFitError, match=r"ran out of memory, and .*: .*views cannot be"):
+        evaluation.run(batch, sums_of_rows, snapshot=lambda: lambda: None)
+
+
+def test_a_single_packed_row_fits_after_batches_of_several_were_split():
+    positions = torch.tensor([0, 1, 2, 0, 1]).repeat(4, 1)
+    batch = {"input_ids": positions + 1, "position_ids": positions}
+    evaluation = evaluation_of(nn.Linear(1, 1))
+    for rows in (4, 1):
+        part = {key: value[:rows] for key, value in batch.items()}
+        _, sums, _ = evaluation.run(part, sums_of_rows, snapshot=lambda: lambda: None)
+        assert sums.tolist() == [9] * rows
 
 
 @pytest.mark.parametrize(

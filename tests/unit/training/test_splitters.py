@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import FORMS, Attends, flat, row_of
+from support.packed_batches import FORMS, VOCABULARY, Attends, flat, row_of
 
 from adaptive_batch import AdaptiveStep, SettingError
 from adaptive_batch.training.splitters import documents_of
@@ -122,6 +122,31 @@ def test_rows_that_are_not_packed_have_no_documents():
         several.repeat(2, 1),
     ):
         assert documents_of({"tokens": positions + 1, "position_ids": positions}) is None
+
+
+def packed_rows(num_rows):
+    """Batch of packed rows in which each token predicts the next one, also across documents."""
+    _, _, positions = flat([4, 5, 3])
+    tokens = torch.stack([flat([4, 5, 3], seed=row)[0] for row in range(num_rows)])
+    return {"input_ids": tokens, "labels": tokens, "position_ids": positions.repeat(num_rows, 1)}
+
+
+def test_the_last_batch_of_one_packed_row_is_not_split_if_the_batches_before_had_several_rows():
+    embedding = torch.nn.Embedding(VOCABULARY, VOCABULARY)
+    parts = []
+
+    def forward_backward(part):
+        logits = embedding(part.batch["input_ids"][:, :-1])
+        labels = part.batch["labels"][:, 1:]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        (loss * part.share).backward()
+        if not part.is_trial:
+            parts.append(part.num_rows)
+
+    step = AdaptiveStep(embedding, forward_backward, micro_batch_size=2)
+    step(packed_rows(3))
+    step(packed_rows(1))
+    assert parts == [2, 1, 1]
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
