@@ -8,7 +8,7 @@ Lightning still handles clipping, precision, accumulation, loggers and checkpoin
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -31,7 +31,7 @@ from adaptive_batch.memory import check_segments, expand_segments_in_script
 from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
 
 from .arguments import TERMS, AdaptiveArguments
-from .part_logs import PartLogs, is_number, over_parts, walk
+from .part_logs import MOST_ELEMENTS, MOST_ENTRIES, PartLogs, is_number, over_parts
 
 __all__ = ["AdaptiveArguments", "AdaptiveCallback"]
 
@@ -47,6 +47,8 @@ _USED = (_MAKES_CLOSURE, "_make_zero_grad_fn", "_make_backward_fn", "_training_s
 _LOG_ARGUMENTS = list(signature(LightningModule.log).parameters)[1:]
 # Attributes of modules that are not the script's own.
 _OF_MODULES = vars(LightningModule()).keys()
+# Packages whose objects do not hold values of the script.
+_LIBRARIES = ("builtins", "lightning", "torch", "torchmetrics")
 # Reductions of metrics other than a mean over rows.
 _OF_METRICS: dict[type, str] = {SumMetric: "sum", MaxMetric: "max", MinMetric: "min"}
 
@@ -401,20 +403,50 @@ def _state(module: LightningModule) -> list[torch.Tensor]:
     for each in module.modules():
         if isinstance(each, Metric):
             for state in each.metric_state.values():
-                tensors = state if isinstance(state, list) else [state]
+                items = state if isinstance(state, list) else [state]
+                # A state may also be a list of tuples.
+                tensors = [item.reshape(-1).float() for item in items if torch.is_tensor(item)]
                 if tensors:
-                    states.append(torch.cat([tensor.reshape(-1).float() for tensor in tensors]))
-    values = [*module.buffers(), *(value for _, value in _ModuleLogs(module).values())]
-    # Objects of the script, such as an average meter, may count too.
-    with_attributes = [value for value in values if hasattr(value, "__dict__")]
-    values += [item for value in with_attributes for _, item in walk((), vars(value))]
+                    states.append(torch.cat(tensors))
+    values = [*module.buffers()]
+    for each in module.modules():
+        if not isinstance(each, Metric):
+            own = {name: value for name, value in vars(each).items() if name not in _OF_MODULES}
+            values += _numbers_in(own)
     for value in values:
-        number = len(value) if isinstance(value, list | deque | dict) else value
-        is_array = isinstance(number, np.ndarray) and number.dtype.kind in "biuf"
-        if is_array or isinstance(number, torch.Tensor | int | float):
-            as_tensor = torch.as_tensor(number, dtype=torch.float64, device="cpu")
-            states.append(as_tensor.detach().reshape(-1).clone())
+        # An int may be too large for torch.
+        number = value % 2**63 if isinstance(value, int) else value
+        tensor = torch.as_tensor(number, device="cpu").detach().reshape(-1)
+        # Whole numbers are compared exactly.
+        dtype = torch.float64 if tensor.is_floating_point() else tensor.dtype
+        states.append(tensor.to(dtype, copy=True))
     return states
+
+
+def _numbers_in(value: Any, num_levels: int = 4) -> Iterator[Any]:
+    """Yield the numbers, small tensors and small arrays in a value, and the lengths of containers.
+
+    Args:
+        value: value; objects of the script, such as an average meter, count with their attributes.
+        num_levels: levels of containers and objects whose items are visited.
+    """
+    if isinstance(value, Metric):
+        value = value.metric_state
+    is_of_script = type(value).__module__.partition(".")[0] not in _LIBRARIES
+    has_attributes = hasattr(value, "__dict__") and not isinstance(value, Mapping | torch.Tensor)
+    if is_of_script and has_attributes:
+        value = vars(value)
+    if isinstance(value, Mapping | list | deque):
+        yield len(value)
+        if num_levels and len(value) <= MOST_ENTRIES:
+            for item in value.values() if isinstance(value, Mapping) else value:
+                yield from _numbers_in(item, num_levels - 1)
+        return
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        value = torch.as_tensor(value.copy())
+    is_small = isinstance(value, torch.Tensor) and value.numel() <= MOST_ELEMENTS
+    if is_small or isinstance(value, int | float):
+        yield value
 
 
 def _reduction(metric: Metric | None, keywords: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import chain
@@ -27,8 +27,8 @@ _DICTS = (dict, defaultdict, OrderedDict, Counter)
 # Levels of dictionaries in an attribute whose items are restored in place.
 _NUM_LEVELS = 2
 # Larger tensors, such as copies of weights, and items of larger dictionaries are not restored.
-_MOST_ELEMENTS = 2**16
-_MOST_ENTRIES = 2**10
+MOST_ELEMENTS = 2**16
+MOST_ENTRIES = 2**10
 _REDUCTIONS: dict[str, Any] = {"sum": sum, "min": min, "max": max}
 _EXTREME = re.compile(r"(?<![a-z])(min|max)(?:imum)?(?![a-z])", re.IGNORECASE)
 
@@ -69,8 +69,8 @@ class PartLogs(ABC):
     Trials and failed attempts are undone: each attribute gets its earlier object again. Lists,
     deques, dictionaries of the standard library, metric objects (with `update` and `compute`), and
     tensors and arrays of at most 65,536 elements get their earlier contents. This also holds for
-    the items of two levels of dictionaries of at most 1,024 items. Changes inside other objects
-    remain.
+    the items of two levels of dictionaries of at most 1,024 items, and for metric objects among the
+    last 1,024 items of a list. Changes inside other objects remain.
 
     A subclass defines :meth:`record` and :meth:`log_values`.
 
@@ -124,21 +124,21 @@ class PartLogs(ABC):
     def _attributes(self, holder: Any) -> dict[str, Any]:
         return {name: value for name, value in vars(holder).items() if name not in self._skipped}
 
-    def values(self) -> Iterator[tuple[Sequence[str], Any]]:
+    def _values(self) -> Iterator[tuple[Sequence[str], Any]]:
         """Yield each value in the attributes with the names that lead to it."""
         for holder in self._holders:
             for name, value in self._attributes(holder).items():
-                yield from walk((type(holder).__name__, name), value)
+                yield from _walk((type(holder).__name__, name), value)
 
     def _lists(self) -> Iterator[tuple[Sequence[str], list[Any]]]:
-        return ((names, value) for names, value in self.values() if type(value) is list)
+        return ((names, value) for names, value in self._values() if type(value) is list)
 
     def snapshot(self) -> Callable[[], None]:
         """Return a function that restores the current logs and attributes."""
         calls, weights = [*self.calls], [*self.weights]
         saved = [(holder, self._attributes(holder)) for holder in self._holders]
-        in_metrics = chain.from_iterable(walk((), metric) for metric in self._metrics)
-        undos = [undo for _, value in chain(in_metrics, self.values()) for undo in _undos(value)]
+        in_metrics = chain.from_iterable(_walk((), metric) for metric in self._metrics)
+        undos = [undo for _, value in chain(in_metrics, self._values()) for undo in _undos(value)]
 
         def restore() -> None:
             self.calls, self.weights = [*calls], [*weights]
@@ -213,31 +213,47 @@ def _warn_of_list(name: str) -> None:
     )
 
 
-def walk(
+def _walk(
     names: Sequence[str],
     value: Any,
     num_levels: int = _NUM_LEVELS,
-    most_elements: float = _MOST_ELEMENTS,
+    most_elements: float = MOST_ELEMENTS,
+    metrics: frozenset[int] = frozenset(),
 ) -> Iterator[tuple[Sequence[str], Any]]:
-    """Yield a value and the items of its dictionaries, each with the names that lead to it.
+    """Yield a value, the items of its dictionaries and the metric objects in its lists, each with
+    the names that lead to it.
 
     Args:
         names: names that lead to the value.
         value: value; of a metric object, its dictionary of attributes is visited.
         num_levels: levels of dictionaries whose items are visited.
         most_elements: limit of the elements of a visited tensor or array.
+        metrics: identities of the metric objects that contain the value.
     """
-    kind = type(value)
-    if hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__"):
+    if _is_metric(value):
+        # A metric object may contain itself.
+        if id(value) in metrics:
+            return
+        metrics |= {id(value)}
         value, num_levels, most_elements = vars(value), _NUM_LEVELS, math.inf
     if isinstance(value, torch.Tensor) and value.numel() > most_elements:
         return
     if isinstance(value, np.ndarray) and value.size > most_elements:
         return
     yield names, value
-    if type(value) in _DICTS and num_levels and len(value) <= _MOST_ENTRIES:
-        for name, item in value.items():
-            yield from walk((*names, str(name)), item, num_levels - 1, most_elements)
+    items: Iterable[tuple[Any, Any]] = ()
+    if type(value) in _DICTS and num_levels and len(value) <= MOST_ENTRIES:
+        items = value.items()
+    elif type(value) is list:
+        last = value[-MOST_ENTRIES:]
+        items = [(number, item) for number, item in enumerate(last) if _is_metric(item)]
+    for name, item in items:
+        yield from _walk((*names, str(name)), item, num_levels - 1, most_elements, metrics)
+
+
+def _is_metric(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "update") and hasattr(kind, "compute") and hasattr(value, "__dict__")
 
 
 def _undos(value: Any) -> Iterator[Callable[[], object]]:

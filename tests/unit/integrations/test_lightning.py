@@ -6,13 +6,14 @@ import math
 from types import SimpleNamespace
 
 import lightning
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
-from torchmetrics import MaxMetric, MeanMetric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 from adaptive_batch import DoesNotFitError, SettingError, StepOptions
@@ -310,6 +311,23 @@ def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_
     assert (own_weights - weights).abs().max() < 2e-3
 
 
+class Masks(Metric):
+    """Keeps tuples, as torchmetrics' mean average precision of masks does."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("masks", default=[])
+
+    def update(self, targets):
+        self.masks += [(target,) for target in targets.tolist()]
+
+    def compute(self):
+        return torch.tensor(len(self.masks))
+
+    def _apply(self, *_, **__):
+        return self
+
+
 class Evaluates(LogsMetrics):
     """Logs the same in an evaluation, and returns outputs."""
 
@@ -319,9 +337,17 @@ class Evaluates(LogsMetrics):
         super().__init__(**keywords)
         self.counts = {"rows": 0}
         self.meter = SimpleNamespace(num_losses=0)
+        # torch has no tensor of either.
+        self.seed, self.names = 2**70, np.array(["loss"])
+        self.sums = {"val": [0.0]}
+        self.in_list = [MeanMetric()]
+        self.masks = Masks()
+        self.num_losses = 2**24
 
     def validation_step(self, batch, batch_idx):
         loss = self.training_step(batch, batch_idx)
+        self.masks.update(batch[1])
+        self.log("masks", self.masks)
         if self.kind == "metric":
             self.updated.update(loss)
         elif self.kind == "list":
@@ -330,6 +356,12 @@ class Evaluates(LogsMetrics):
             self.counts["rows"] += len(batch[0])
         elif self.kind == "meter":
             self.meter.num_losses += 1
+        elif self.kind == "sum":
+            self.sums["val"][0] += loss.item()
+        elif self.kind == "metric in a list":
+            self.in_list[0].update(loss)
+        elif self.kind == "count":
+            self.num_losses += 1
         elif self.kind == "buffer":
             self.buffer += len(batch[0])
         elif self.kind == "square":
@@ -372,6 +404,9 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
         ("metric", "it changes an attribute, or counts batches in a metric"),
         ("list", "it changes an attribute, or counts batches in a metric"),
         ("meter", "it changes an attribute, or counts batches in a metric"),
+        ("sum", "it changes an attribute, or counts batches in a metric"),
+        ("metric in a list", "it changes an attribute, or counts batches in a metric"),
+        ("count", "it changes an attribute, or counts batches in a metric"),
         ("buffer", "it changes an attribute, or counts batches in a metric"),
         ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
         ("names", "it logs or returns other names for other rows"),

@@ -76,9 +76,11 @@ def test_attributes_get_their_objects_and_contents_back():
         counts=Counter(rows=1),
         array=np.zeros(2),
         metrics={"sum": SumMetric(), "cat": CatMetric()},
+        in_list=[SumMetric()],
         nested={"train": defaultdict(list, loss=[1.0]), "total": total},
     )
     holder.nested["itself"] = holder.nested
+    holder.metrics["sum"].parents = [holder.metrics["sum"]]
     before = {**vars(holder)}
     holder.metrics["cat"].update(1.0)
     undo = logs_of(holder).snapshot()
@@ -90,7 +92,7 @@ def test_attributes_get_their_objects_and_contents_back():
         holder.recent.append(3)
         holder.counts["rows"] += 1
         holder.array += 1
-        for metric in holder.metrics.values():
+        for metric in (*holder.metrics.values(), *holder.in_list):
             metric(2.0)
         holder.nested["train"]["loss"].append(2.0)
         holder.nested["train"]["other"].append(2.0)
@@ -103,7 +105,7 @@ def test_attributes_get_their_objects_and_contents_back():
         assert [*holder.recent] == [1, 2]
         assert holder.counts == {"rows": 1}
         assert holder.array.tolist() == [0.0, 0.0]
-        assert holder.metrics["sum"].sum_value == 0
+        assert holder.metrics["sum"].sum_value == holder.in_list[0].sum_value == 0
         assert holder.metrics["cat"].compute() == 1.0
         assert holder.nested["train"] == {"loss": [1.0]}
         assert holder.nested["itself"] is holder.nested
