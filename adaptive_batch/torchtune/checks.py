@@ -108,10 +108,25 @@ def _check_values(config: Mapping[str, Any]) -> None:
         for value in values_at(config, key):
             check(key, value)
     for name, value in config.items():
+        _check_colons(name, value)
         # `dataset` and `dataset_val` may be lists of blocks.
         for block in value if isinstance(value, list) else [value]:
             if isinstance(block, Mapping) and "_component_" in block:
                 _check_bool_arguments(name, block)
+
+
+def _check_colons(key: str, value: Any) -> None:
+    """Raise SettingError for ``{input:text}``, which YAML reads as a key ``input:text`` with null:
+    ``input`` would keep its former value.
+    """
+    if isinstance(value, list):
+        for item in value:
+            _check_colons(key, item)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            if item is None and ":" in str(name):
+                raise SettingError(key, name, "it has no value; put a space after the colon")
+            _check_colons(f"{key}.{name}", item)
 
 
 def _check_bool_arguments(key: str, block: Mapping[str, Any]) -> None:

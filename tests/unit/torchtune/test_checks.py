@@ -49,6 +49,7 @@ def test_a_key_that_is_missing_is_named(key):
 REFUSED = {
     "output_dir": ["${nowhere}/x"],
     "dataset.source": ["${no.where}"],
+    "dataset.column_map": [{"input:text": None, "input": "former"}],
     "dataset": [[{"source": "json"}]],
     "model": [
         "${nowhere}",
