@@ -51,6 +51,9 @@ _MEASURING_KEYS = (
     "pad_to_multiple_of",
 )
 
+# Rows that are collated before weights load, to see that they can be.
+_COLLATED_FIRST = 4
+
 
 class Collator:
     """Collation of rows on the host: padded, or stacked if the dataset packs them.
@@ -318,8 +321,8 @@ class Data:
         """Check the rows against the settings.
 
         Raises:
-            SettingError: a step takes more rows than there are, tokens do not measure the rows, or
-                no row has a label.
+            SettingError: a step takes more rows than there are, tokens do not measure the rows,
+                rows cannot be collated, or no row has a label.
         """
         settings = self._settings
         global_rows = settings.step_rows * self._job.ranks
@@ -332,6 +335,7 @@ class Data:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         self._check_tokens_measure_rows()
+        self._check_collation()
         self._check_labels("dataset", self.dataset, rows)
         if settings.layout_kind == "packed" and self.why_unpacked:
             remedy = f"{self.why_unpacked}; give grouped"
@@ -366,6 +370,21 @@ class Data:
                 " only step; change it, long_rows or drop_last"
             )
             raise SettingError("batch_tokens", settings.batch_tokens, remedy)
+
+    def _check_collation(self) -> None:
+        """Raise SettingError if the first rows cannot be collated, or lose their labels."""
+        # A collate function may not take more rows than training collates.
+        num_rows = min(_COLLATED_FIRST, self._settings.batch_size, len(self.dataset))
+        configured = self._job.cfg.get("collate_fn")
+        remedy = "give torchtune.data.padded_collate_sft or one like it"
+        problem = "it fails on the dataset's rows"
+        with (
+            RandomState(self._job.device),
+            refusing("collate_fn", configured, remedy, problem=problem),
+        ):
+            # Copies: a collate function may change its rows.
+            rows = [dict(self.dataset[number]) for number in range(num_rows)]
+            _ = self.collator.to_length(rows, 1)["labels"]
 
     def _check_labels(self, key: str, rows: DatasetRows, num_rows: int) -> None:
         """Raise SettingError if none of the first rows has a label."""
