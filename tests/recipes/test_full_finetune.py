@@ -83,13 +83,18 @@ def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     assert "with resolved config:" in small.run(OURS, *keys, "verbose=True").output
 
 
-def test_a_dataset_without_any_label_is_refused_and_nothing_is_saved(small):
+def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):
     output = small.fresh_folder()
     rows = block("dataset", "support.components.OfLengths", lengths=[3] * 8)
     masked = (*rows, f"dataset.unlabelled={list(range(8))}", f"output_dir={output}")
     with pytest.raises(SettingError, match="no row has a label after its first token"):
         small.run_in_process(OURS, *masked)
     assert not list(output.iterdir())
+    one_label = (*masked, f"dataset.unlabelled={list(range(1, 8))}")
+    left_out = ("shuffle=True", "batch_size=1", "max_steps_per_epoch=1")
+    with pytest.raises(SettingError, match="no row of a whole epoch has a label"):
+        small.run_in_process(OURS, *one_label, *left_out)
+    assert not list(output.glob("epoch_*"))
 
 
 def test_weights_of_another_model_are_refused_in_a_line(small):

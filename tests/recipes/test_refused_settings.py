@@ -135,6 +135,7 @@ REFUSED = {
     "device": ["device=cuda dtype=bf16", "device=xpu"],
     "output_dir": ["output_dir=/proc/nowhere"],
     "collate_fn": [
+        "collate_fn=torchtune.data.padded_collate_dpo",
         *(f"collate_fn={value}" for value in ("[]", "torch.pi", "torch.nn.Linear")),
     ],
     "dataset": [
@@ -157,6 +158,7 @@ REFUSED = {
         "tokenizer.max_seq_len=2",
     ],
     "dataset.train_on_input": ["dataset.train_on_input=maybe"],
+    "dataset.column_map": ["dataset.column_map={input:foo}"],
     "tokenizer": ["tokenizer.path=/nowhere/vocab.json"],
     "loss": [
         f"{CROSS_ENTROPY} loss.reduction=Mean",
@@ -181,6 +183,7 @@ REFUSED = {
     "metric_logger": ["metric_logger=null"],
     "profiler": [
         "profiler.enable=True",
+        "profiler._component_=torchtune.training.DummyProfiler",
         *(
             f"profiler.enabled=True profiler.{setting}"
             for setting in ("wait_steps=-1", "active_steps=0", "output_dir=3")
