@@ -263,7 +263,7 @@ class LabelShares(Weighting[list[Any]]):
 
     def __init__(self, step: PartStep, rows: BatchSource) -> None:
         self._step = step
-        self._rows = rows.uncut() if step.check.keeps_columns else rows
+        self._rows = rows
         self.drop()
 
     def drop(self) -> None:
@@ -278,6 +278,8 @@ class LabelShares(Weighting[list[Any]]):
         Raises:
             SettingError: the limit is in tokens, and lengths of rows are not known.
         """
+        if self._step.check.keeps_columns:
+            self._rows = self._rows.uncut()
         rows = self._rows
         layout = self._step.sizer.layout
         if rows.is_packed:
@@ -309,7 +311,6 @@ class LabelShares(Weighting[list[Any]]):
             self._parts = self._parts_with_shares(batches)
             if step.check.keeps_columns and not kept_columns:
                 # Wider rows may need another division.
-                self._rows = self._rows.uncut()
                 step.divide_rows(self)
                 self.begin()
                 return

@@ -309,6 +309,28 @@ def test_parts_keep_all_columns_if_the_gradient_depends_on_padding(masks, caplog
     assert ("parts of a batch keep all columns" in caplog.text) == (not masks)
 
 
+def test_parts_keep_all_columns_in_a_retry_too():
+    model = Pooled(masks=False)
+    batch = texts()
+    widths = []
+    errors = [torch.OutOfMemoryError("no memory")]
+
+    def num_labels(batch):
+        if step.check.keeps_columns and errors:
+            raise errors.pop()
+        return len(batch["y"])
+
+    def forward_backward(part):
+        if not part.is_trial:
+            widths.append(part.batch["input_ids"].shape[1])
+        (cross_entropy(model(part.batch), part.batch["y"]) * part.share).backward()
+
+    step = AdaptiveStep(model, forward_backward, micro_batch_size=4, num_labels=num_labels)
+    step(batch)
+    assert not errors
+    assert widths == [9] * 4
+
+
 def test_a_function_that_changes_the_gradients_of_earlier_parts_is_refused():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
