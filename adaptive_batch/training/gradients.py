@@ -47,6 +47,8 @@ class SavedGradients:
                 parameter.grad = None
         self._drop = drop
         self._own_leaves = own_leaves
+        # Ids of the leaves that the model has: reading them in each backward takes time.
+        self._own_ids: set[int] = set()
         # Leaves outside of the model with their earlier gradients, by id; if a reference is dead,
         # another leaf may have its id.
         self._external: dict[int, tuple[weakref.ref[torch.Tensor], torch.Tensor | None]] = {}
@@ -85,9 +87,12 @@ class SavedGradients:
                 setattr(torch.autograd, name, run_backward)
 
     def _set_aside_external(self, roots: Any, is_split: bool) -> None:
-        own = set(map(id, self._own_leaves()))
-        for leaf in _leaves_of(roots):
-            if id(leaf) in own:
+        leaves = [leaf for leaf in _leaves_of(roots) if id(leaf) not in self._own_ids]
+        if leaves:
+            # A forward may have created leaves: FSDP's first one does.
+            self._own_ids = set(map(id, self._own_leaves()))
+        for leaf in leaves:
+            if id(leaf) in self._own_ids:
                 continue
             if is_split:
                 check_hooks([leaf])
