@@ -169,11 +169,14 @@ def _check_options(options: argparse.Namespace) -> None:
     json, output = options.json, options.output
     if output is not None:
         try:
-            # Files in an existing folder would hide those of the program's folder.
-            output.mkdir(parents=True)
+            output.mkdir(parents=True, exist_ok=True)
+            is_empty = not any(output.iterdir())
         except OSError as error:
             remedy = f"{error.strerror}; give a new folder"
             raise SettingError("--output", str(output), remedy) from None
+        if not is_empty:
+            # Its files would hide those of the program's folder.
+            raise SettingError("--output", str(output), "it is not empty; give a new folder")
     if json is not None:
         written = json if json.exists() else json.absolute().parent
         if json.is_dir() or not os.access(written, os.W_OK):

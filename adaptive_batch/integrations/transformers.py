@@ -106,8 +106,16 @@ class AdaptiveTrainer(Trainer):
     _num_fetched = 0
 
     def __init_subclass__(cls, **keywords: Any) -> None:
-        """Accept `adaptive` in subclasses whose other bases, such as TRL's, do not pass it on."""
+        """Accept `adaptive` in subclasses whose other bases, such as TRL's, do not pass it on.
+
+        Raises:
+            SettingError: a class attribute with arguments has another name.
+        """
         super().__init_subclass__(**keywords)
+        for name, value in vars(cls).items():
+            if isinstance(value, AdaptiveArguments) and name != "adaptive":
+                remedy = "no trainer reads this attribute; name it adaptive"
+                raise SettingError(f"{cls.__name__}.{name}", value, remedy)
         init: Any = cls.__init__
         if "adaptive" in signature(init).parameters:
             return

@@ -43,7 +43,8 @@ def test_an_unknown_device_is_refused(text, architecture, message):
         ("--device h100 --minutes -1 -- python", "--minutes=-1.0: give more than 0"),
         ("--device h100 --json missing/x.json -- python", "--json='missing/x.json': it cannot"),
         ("--device h100 --json read_only.json -- python", "--json='read_only.json': it cannot"),
-        ("--device h100 --output . -- python", "--output='.': File exists; give a new folder"),
+        ("--device h100 --output . -- python", "--output='.': it is not empty"),
+        ("--device h100 --output train.py -- python", "--output='train.py': File exists; give"),
         ("--device h100 --output /proc/x -- python", "--output='/proc/x': No such file"),
         ("--device h100 --output new --json new -- python", "--json='new': it cannot"),
         ("--device h100 --output new --json new/r --steps 0 -- python", "--steps=0: give 1"),
@@ -55,6 +56,8 @@ def test_an_invalid_option_is_refused_before_the_start(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     (tmp_path / "read_only.json").touch()
+    # A refused start leaves its empty folder behind.
+    (tmp_path / "new").mkdir()
     can_access = os.access
     monkeypatch.setattr(
         os, "access", lambda path, mode: "read_only" not in str(path) and can_access(path, mode)

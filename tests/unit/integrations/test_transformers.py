@@ -564,6 +564,8 @@ def test_trainers_and_datasets_without_a_search_are_refused_with_the_key(tmp_pat
         trained(Makes, tmp_path)
     with pytest.raises(SettingError, match=r"adaptive=2: give AdaptiveArguments"):
         trained(AdaptiveTrainer, tmp_path, adaptive=2)
+    with pytest.raises(SettingError, match=r"Wrong\.adaptve=.*: .*; name it adaptive"):
+        type("Wrong", (AdaptiveTrainer,), {"adaptve": AdaptiveArguments()})
 
     class Stream(torch.utils.data.IterableDataset):
         def __iter__(self):
