@@ -468,9 +468,11 @@ class LimitFinder:
             [list(tensor.shape), str(tensor.dtype)] for tensor in tensors_in(batch)
         ]
         if scope.layouts:
-            # The fastest micro-batches depend on the lengths of all rows.
+            # The fastest micro-batches depend on the lengths of all rows and on their order.
             conditions.append(zlib.crc32(self._data.dataset.lengths.numpy().tobytes()))
+            conditions += [settings.sample_order, settings.sample_window]
             conditions += [settings.micro_batch_size, settings.micro_batch_tokens]
+            conditions.append(settings.uniform_micro_batches)
         name = settings_name(self._job, self._data, scope.rows.length)
         return Store(path, name, conditions, reads=settings.probe.cache)
 

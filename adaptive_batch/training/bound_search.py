@@ -508,7 +508,8 @@ class BoundSearch:
     def _name(self, store: Store, budget: int) -> str:
         """Return the fingerprint of this search."""
         return store.name(
-            [self._options.maximum, self._options.round_to_power_of_two, self._scope.accumulates],
+            [self._options.maximum, self._options.trial_seconds],
+            [self._options.round_to_power_of_two, self._scope.accumulates],
             [self._scope.rows.length, self._scope.layouts, self._scope.timed_rows],
             [self._memory.describe(), *map(os.environ.get, ALLOCATOR_VARIABLES)],
             # The available memory differs a little from run to run. Round it to steps of 1%, so
@@ -688,10 +689,13 @@ class ThroughputSearch:
         """Return the smallest and the largest useful limit of a layout that may fit."""
         unit = self._sizer.limit().unit if layout.kind == "padded" else "tokens"
         smallest = layout.amount(1, self._longest, unit=unit)
-        # More than a whole step is of no use.
+        # More than the largest whole step is of no use.
         step_amount = self._step_rows
         if unit == "tokens":
-            step_amount = layout.run_tokens(self._lengths[: self._step_rows])
+            step_amount = max(
+                layout.run_tokens(self._lengths[begin : begin + self._step_rows])
+                for begin in range(0, len(self._lengths), self._step_rows)
+            )
         largest = max(smallest, min(self._max_batch_size * smallest, step_amount))
         return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from omegaconf import OmegaConf
 from support.cli import SmallSetup
 from support.preferences import LORA, write_pairs
@@ -42,3 +43,21 @@ def test_searches_leave_the_limits_to_their_caller(small: SmallSetup) -> None:
     assert finder.search_reference(trainer, batch_size=2).max_batch_size
     for sizer in (trainer.engine.sizer, trainer.reference_sizer):
         assert sizer.max_batch_size is None
+
+
+@pytest.mark.parametrize(
+    "changed", ["probe.trial_seconds=50", "sample_order=seqlen", "uniform_micro_batches=lengths"]
+)
+def test_a_stored_result_is_used_under_its_own_conditions_alone(
+    small: SmallSetup, changed: str
+) -> None:
+    options = [
+        f"output_dir={small.fresh_folder()}",
+        "probe.device_memory=6MiB",
+        "micro_batch_tokens=auto",
+        "uniform_micro_batches=rows",
+    ]
+    given = (options, options, [*options, changed])
+    found = [searched(small, *each) for each in given]
+    assert [result.from_cache for result in found] == [False, True, False]
+    assert all(result.throughput for result in found)

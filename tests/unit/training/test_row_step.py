@@ -228,6 +228,15 @@ def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> N
     assert smaller.loop.max_batch_size == 1
 
 
+def test_micro_batches_as_large_as_the_largest_step_are_timed() -> None:
+    one = llama(micro_batch_tokens="auto", micro_batch_layout="packed")
+    lengths = torch.tensor([len(ROWS[row]["tokens"]) for row in one.loop._batches.order])
+    tokens_of_steps = lengths.reshape(-1, 8).sum(1)
+    assert tokens_of_steps[0] < tokens_of_steps.max()
+    found = one.loop.find_bound(device_memory="1GiB")
+    assert found.throughput.trials[-1].limit.amount == tokens_of_steps.max()
+
+
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_is(dynamic, caplog):
     torch.compiler.reset()
