@@ -1,4 +1,4 @@
-"""Fine-tuning of adapters: resume points, other numbers of ranks, exports, and what is refused."""
+"""Adapter fine-tuning: checkpoints, exports, changes of the number of ranks, refused settings."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ def begun(small):
     return small.run_in_process(OURS, *POINTS)
 
 
-def test_a_resume_point_of_adapters_holds_no_base_and_resumes_to_the_same_bits(small, begun):
+def test_an_adapter_checkpoint_omits_the_base_and_resumes_bit_for_bit(small, begun):
     folder = stopped_after(begun, small, 6)
     for point in checkpoints_in(folder):
         held, _ = point.load()
         trained = adapters(begun, 0).keys()
         assert held["model"].keys() == held["optimizer"]["state"].keys() == trained
     resumed = resume_run(small, folder, *POINTS, recipe=OURS)
-    assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log
+    assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log for both starts
     assert same_epoch(resumed, begun, 0)
 
 
-def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(begun, tmp_path):
+def test_a_changed_base_is_refused_by_its_checksum(begun, tmp_path):
     setup = make_setup(tmp_path)
     folder = stopped_after(begun, setup, 6)
     path = setup.base / "model.safetensors"
@@ -65,7 +65,7 @@ def test_another_base_than_that_of_the_checkpoint_is_refused_by_its_checksum(beg
         resume_run(setup, folder, *POINTS, recipe=OURS)
 
 
-def test_a_folder_of_the_other_recipe_is_refused_with_its_name(small, begun):
+def test_a_checkpoint_of_the_other_recipe_is_refused(small, begun):
     folder = stopped_after(begun, small, 6)
     with pytest.raises(SettingError, match=r"^model=.*: the checkpoint was trained with .*lora"):
         resume_run(small, folder)
@@ -106,7 +106,7 @@ def test_an_invalid_adapter_is_refused_before_weights_load(small, key, overrides
 
 
 def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
-    """No builder of torchtune 0.6.1 does; one of a user's may."""
+    """All builders of torchtune 0.6.1 use these keys; a user's builder may ignore them."""
     block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
     with torch.device("meta"):
         model = lora_qwen2(**block)
@@ -143,7 +143,7 @@ def test_a_chunked_loss_is_refused_for_a_model_without_output_chunks():
     NextTokens(cfg, torch.nn.CrossEntropyLoss()).check_models(torch.nn.Linear(1, 1), None)
 
 
-FAMILIES = {  # transformers' configuration, what differs in it, and what is typed for torchtune
+FAMILIES = {  # transformers' configuration class, its arguments, and torchtune's overrides
     "qwen2": (transformers.Qwen2Config, {"tie_word_embeddings": False}, ()),
     "llama3_2": (
         transformers.LlamaConfig,
@@ -155,7 +155,7 @@ FAMILIES = {  # transformers' configuration, what differs in it, and what is typ
 
 @pytest.mark.parametrize("kind", ["LoRA", "DoRA"])
 @pytest.mark.parametrize("family", [*FAMILIES])
-def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
+def test_peft_matches_the_merged_weights(tmp_path, family, kind):
     setup = make_setup(tmp_path)
     config, differs, typed = FAMILIES[family]
     shape = {
@@ -190,7 +190,7 @@ def test_peft_computes_what_the_merged_weights_compute(tmp_path, family, kind):
 
 
 @pytest.mark.slow
-def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
+def test_adapters_of_a_quantized_base_resume_bit_for_bit(tmp_path):
     wide = make_wide_setup(tmp_path)
     own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
     begun = wide.run_in_process(OURS, *own)
@@ -205,7 +205,7 @@ def test_a_quantized_base_resumes_from_a_point_to_the_bit(tmp_path):
     ("kind", "before", "after"),
     [("DoRA", 2, 1), pytest.param("QLoRA", 1, 2, marks=pytest.mark.nightly)],
 )
-def test_another_number_of_ranks_resumes_adapters(tmp_path, kind, before, after):
+def test_adapters_resume_on_a_different_number_of_ranks(tmp_path, kind, before, after):
     setup = make_wide_setup(tmp_path)
     keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
     keys = (OURS, *LORA, "epochs=1", *keys)
@@ -214,6 +214,6 @@ def test_another_number_of_ranks_resumes_adapters(tmp_path, kind, before, after)
     resumed = setup.run(*keys, *resumes(OURS, folder), ranks=after)
     assert audit(folder).holds
     rest = [float(loss) for loss in whole.losses[2:]]
-    # The copied folder has the log of the whole run, which the resumed one continues.
+    # The resumed run appends to the copied log of the whole run.
     found = [float(loss) for loss in resumed.losses[len(whole.losses) :]]
     assert found == pytest.approx(rest, rel=0.02 if kind == "QLoRA" else 2e-5)

@@ -20,16 +20,18 @@ def of_lengths(lengths):
 
 
 RULES = {
-    "tokens a step": (
+    "tokens per step": (
         *(f"{RULE}steps", f"{KEY}.batch_sizes=[100,200,400]", f"{KEY}.thresholds=[0.5ep,1.25ep]"),
         *("batch_tokens=100", "micro_batch_size=null"),
     ),
-    "seesaw by doubling, to a cap": (
+    "seesaw that doubles up to a maximum": (
         *(f"{RULE}seesaw", f"{KEY}.factor=2", f"{KEY}.maximum=12"),
         "optimizer=torch.optim.AdamW",
         "scale_with_batch={beta2: half_life, weight_decay: per_token}",
     ),
-    "a user's own, after the step before": (f"{KEY}=support.components.doubles_every_fourth_step",),
+    "a user's rule that reads the previous step": (
+        f"{KEY}=support.components.doubles_every_fourth_step",
+    ),
     "a growth function": (
         "batch_increase_function=support.components.four_more",
         "probe.device_memory=1GiB",
@@ -39,8 +41,8 @@ RULES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_the_run_trains_the_steps_that_were_planned(small, rule):
-    """Stage by stage: steps, samples, tokens and, to the last bit, rates."""
+def test_training_follows_the_planned_stages(small, rule):
+    """Each stage has the planned steps, samples, tokens and, bit for bit, learning rates."""
     keys = (*of_lengths(VARIED), *FREE, *SGD, *COSINE, "epochs=2", "lr_clock=tokens")
     finished = small.run_in_process(OURS, *keys, "drop_last=False", *rule)
     steps = records(finished, "step")
@@ -74,7 +76,7 @@ BY_TOKENS = (
 DOUBLING = (*BY_TOKENS, f"{KEY}=support.components.doubles_its_tokens", "epochs=3")
 
 
-def test_budgets_that_follow_the_previous_step_resume_within_an_epoch(small):
+def test_a_rule_that_reads_the_previous_step_resumes_within_an_epoch(small):
     whole = small.run_in_process(OURS, *DOUBLING)
     steps = records(whole, "step")
     for epoch in range(2):
@@ -86,7 +88,7 @@ def test_budgets_that_follow_the_previous_step_resume_within_an_epoch(small):
         assert run_differences(folder, whole.output_dir) == []
 
 
-def test_the_default_reference_is_the_configured_batch_before_a_search_and_after_a_resume(small):
+def test_the_reference_batch_defaults_to_the_first_configured_batch_size(small):
     base = (*of_lengths([12] * 32), *SGD, "drop_last=False", "lr_scaling=linear", "epochs=1")
     searched = ("use_maximum_batch_size=True", "probe.device_memory=1GiB")
     found = small.run_in_process(OURS, *base, *searched, "batch_size=12")
@@ -101,8 +103,8 @@ def test_the_default_reference_is_the_configured_batch_before_a_search_and_after
     assert said["message"] == "batch_size 2 -> 4: differs from the checkpoint"
 
 
-def test_the_first_step_of_a_warm_up_changes_nothing_with_the_optimizer_in_backward(small):
-    """In torchtune's recipe it has the full rate."""
+def test_with_the_optimizer_in_backward_the_first_warmup_step_changes_no_weights(small):
+    """torchtune's recipe uses the full learning rate in this step."""
     one_step = ("optimizer_in_bwd=True", "epochs=1", "max_steps_per_epoch=1")
     done = small.run_in_process(OURS, *of_lengths([12] * 32), *SGD, *COSINE, *one_step)
     assert figures(done, "lr") == [0]

@@ -1,7 +1,7 @@
-"""Distillation through the real command line: the teacher is read, and mistakes are refused.
+"""Distillation through the real command line: teacher files and refused settings.
 
-Steps are proved in tests/unit/torchtune/test_task.py, their bits in tests/parity/, runs that are
-killed and resumed in benchmarks/kills.py.
+tests/unit/torchtune/test_task.py tests steps, tests/parity/ compares their bits with torchtune, and
+benchmarks/kills.py kills and resumes runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def lora(small):
     return (*LORA, *write_teacher(small))
 
 
-def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
+def test_a_resumed_run_shows_a_changed_kd_ratio(small, lora, capsys):
     own = (*lora, "epochs=2", "max_steps_per_epoch=1", "save_every_n_steps=1")
     begun = small.run_in_process(OURS, *own)
     shutil.rmtree(begun.output_dir / "epoch_1")
@@ -29,14 +29,14 @@ def test_a_changed_ratio_is_named_when_a_run_resumes(small, lora, capsys):
     assert "kd_ratio" in capsys.readouterr().out
 
 
-def test_a_teacher_of_another_shape_than_its_checkpoint_is_refused(small, lora):
+def test_a_teacher_checkpoint_of_another_shape_is_refused(small, lora):
     with pytest.raises(SettingError, match="in the checkpoint; give the model that") as refused:
         small.run_in_process(OURS, *lora, "teacher_model.embed_dim=32")
     assert refused.value.key == "teacher_model"
 
 
-def test_the_teacher_is_read_from_its_own_files(small, lora):
-    """Another teacher is another loss, and the same cross-entropy in the first step."""
+def test_the_teacher_is_loaded_from_its_own_files(small, lora):
+    """A changed teacher changes the KD loss, not the cross-entropy of the first step."""
     path = small.folder / "teacher" / "model.safetensors"
     saved = load_file(path)
     runs = []

@@ -1,4 +1,4 @@
-"""adaptive_estimate counts what trials count, without weights, files or a network."""
+"""adaptive_estimate finds the memory that trials measure, without weights, files or a network."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TENSOR_PARALLEL = {
 
 
 def planned(cfg, **keys):
-    """The plan of a configuration with these keys over it, and what it says."""
+    """Return the plan of a configuration with these overrides, and the printed text."""
     merged = OmegaConf.merge(cfg, {"estimate": {"devices": ["80GiB"], "changes": False}}, keys)
     said = []
     return estimate_devices(merged, show=said.append), "\n".join(said)
@@ -39,7 +39,7 @@ def small(**keys):
     return planned(SMALL.to_estimate(), **keys)
 
 
-def test_an_estimate_is_what_the_search_finds(small):
+def test_an_estimate_equals_the_result_of_a_search(small):
     own = ("epochs=1", "probe.device_memory=24MiB", "probe.headroom=0")
     keys = ("estimate.devices=24MiB", "estimate.headroom=0", "estimate.changes=False")
     planned = small.run_in_process("adaptive_estimate", *own, *keys).output_dir
@@ -56,7 +56,7 @@ def test_an_estimate_is_what_the_search_finds(small):
     assert not list((planned / "adaptive_batch").glob("probe*"))
 
 
-def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
+def test_the_fake_mask_of_packed_rows_has_torchtunes_shape_and_takes_no_memory():
     cfg = Combination("llama3_2", 64, packed=True).config()
     run = FakeRun(cfg, FakeDevice(), reads_data=False)
     rows = [run.job.task.synthetic_row(24, packed=True)] * 3
@@ -75,14 +75,13 @@ def test_the_mask_of_packed_rows_is_that_of_torchtune_and_takes_no_memory():
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_is_estimated_and_divides_the_weights():
+def test_tensor_parallelism_divides_the_estimated_weights():
     alone = planned(Combination("llama3", 64, fused=False).to_estimate())[0].lengths[0]
     cfg = Combination("llama3", 64, fused=False).to_estimate(sequence_lengths=[64], world_size=2)
     divided = planned(cfg, **TENSOR_PARALLEL)[0].lengths[0]
     assert divided.check.counted_bytes == divided.check.expected_bytes
     assert 0.5 <= divided.resident.parameters / alone.resident.parameters < 0.7
-    # Clipping and stepping hold what stays, the gradients and little more: nothing of the size of
-    # the whole model.
+    # Clipping and stepping add the gradients to the resident memory, but no copy of the model.
     assert divided.optimizer_peak_bytes < 1.5 * (
         divided.resident.total + divided.resident.parameters
     )
@@ -90,7 +89,7 @@ def test_tensor_parallelism_is_estimated_and_divides_the_weights():
 
 @pytest.fixture
 def no_network(monkeypatch):
-    """Fail where anything looks for another machine, also if the code handles the error."""
+    """Fail on an attempt to connect, even if the code catches the error."""
     attempts = []
 
     def fail(*arguments, **__):
@@ -113,7 +112,7 @@ def test_given_lengths_need_no_tokenizer_data_weights_or_network(tmp_path):
 
 
 def _with_a_small_model(cfg):
-    """The configuration with a model of the same family whose dimensions are small."""
+    """Return the configuration with a small model of the same family."""
     family = str(cfg.model._component_).split(".")[2]
     families = {
         component["_component_"].split(".")[2]: component
@@ -124,7 +123,7 @@ def _with_a_small_model(cfg):
     changed = OmegaConf.create(OmegaConf.to_container(cfg))
     changed.model = families[alike.get(family, family)]
     if "rlhf" in str(cfg.loss._component_):
-        # Every weight of the small model is trained, and compared with a second one.
+        # The small model has no adapters, so DPO needs a separate reference.
         changed.ref_checkpointer = changed.checkpointer
     if "teacher_model" in changed:
         changed.teacher_model = changed.model
@@ -148,7 +147,7 @@ def test_every_shipped_configuration_is_estimated(name):
 FEW_LENGTHS = {"sequence_lengths": [32], "world_size": 2}
 OF_A_LIST = {"tensor_parallel_plan": {"_component_": "builtins.list"}}
 OF_NOTHING = {"tensor_parallel_plan": {"_component_": "torchtune.nothing"}}
-# By the key of the error: the model, and the keys of the configuration.
+# The key of the error, the model, and the changed keys.
 REFUSED = [
     *(
         ("estimate.devices", "qwen2", {"estimate": {"devices": devices}})
@@ -203,7 +202,7 @@ def test_a_run_that_cannot_be_estimated_is_refused_by_its_key(key, model, keys):
     assert refused.value.key == key
 
 
-def test_one_of_several_processes_does_not_estimate(monkeypatch):
+def test_an_estimate_in_one_of_several_processes_is_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(SettingError):
@@ -245,8 +244,8 @@ SMOOTHED = {"loss": {"_component_": "torch.nn.CrossEntropyLoss", "label_smoothin
 
 
 @pytest.mark.slow
-def test_a_suggested_change_gains_its_rows_and_one_that_is_refused_is_reported():
-    """The loss of one change cannot be built."""
+def test_suggested_changes_are_sorted_by_gain_and_refused_changes_are_reported():
+    """One change has a loss that cannot be built."""
     said, saved = [], []
     changes = {"estimate": {"devices": ["40MiB"], "changes": True}}
     cfg = OmegaConf.merge(SMALL.to_estimate(), SMOOTHED, changes)
@@ -273,7 +272,7 @@ def test_a_suggested_change_gains_its_rows_and_one_that_is_refused_is_reported()
 
 
 @pytest.mark.slow
-def test_a_change_to_segments_that_expand_has_the_headroom_of_such_segments(monkeypatch):
+def test_a_suggestion_of_expandable_segments_uses_their_smaller_headroom(monkeypatch):
     cfg = Combination("qwen2", 32, device="cuda").to_estimate(context=0, headroom="auto")
     for name in ALLOCATOR_VARIABLES:
         monkeypatch.delenv(name, raising=False)

@@ -1,4 +1,4 @@
-"""The training recipe with the batch adapting, through the real command line."""
+"""adaptive_full_finetune through the real command line."""
 
 import json
 import shutil
@@ -19,14 +19,14 @@ def probe_file(finished):
     return json.loads((finished.output_dir / "adaptive_batch" / "probe.json").read_text())
 
 
-def test_without_a_metric_logger_the_run_log_has_the_steps(small, tmp_path):
+def test_the_run_log_has_the_steps_without_a_metric_logger(small, tmp_path):
     config = tmp_path / "silent.yaml"
     OmegaConf.save(OmegaConf.merge(OmegaConf.load(small.config), {"metric_logger": None}), config)
     finished = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", config=str(config))
     assert [record["step"] for record in records(finished, "step")] == [1]
 
 
-def test_the_batch_is_a_power_of_two_that_was_tried_and_grows_at_each_epoch_up_to_the_bound(small):
+def test_the_searched_batch_is_a_power_of_two_and_grows_each_epoch_up_to_the_bound(small):
     components.ASKED.clear()
     keys = ("use_maximum_batch_size=True", "probe.device_memory=24MiB", "epochs=3")
     grown = small.run_in_process(OURS, f"{KEY}=support.components.four_more", *keys)
@@ -41,11 +41,11 @@ def test_the_batch_is_a_power_of_two_that_was_tried_and_grows_at_each_epoch_up_t
     for record in changes:
         assert record["requested"] == record["before"] + (4 if record["epoch"] else 0)
         assert record["after"] == min(record["requested"], bound)
-    # Before weights load, for the first epoch and the plan, and as each later epoch begins.
+    # The calls before weights load, at the start with the plan, and at each later epoch.
     assert [epoch for epoch, _ in components.ASKED] == [0, 1, 2, 0, 1, 2, 1, 2]
 
 
-def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
+def test_the_bound_of_a_search_accounts_for_gradient_accumulation(small):
     finished = small.run_in_process(
         OURS,
         "use_maximum_batch_size=True",
@@ -55,13 +55,13 @@ def test_gradient_accumulation_counts_into_the_steps_and_the_bound(small):
     )
     assert (
         probe_file(finished)["max_batch_size"] == NUM_ROWS // 4
-    )  # a step of four micro-batches is a whole epoch
+    )  # one step of four micro-batches per epoch
     (step,) = records(finished, "step")
     assert (step["batch_size"], step["micro_batches"]) == (NUM_ROWS, 4)
 
 
 @pytest.mark.slow
-def test_the_search_recipe_ends_at_a_length_that_does_not_fit(small, capsys):
+def test_the_search_recipe_refuses_a_length_that_does_not_fit(small, capsys):
     longer = ("model.max_seq_len=2048", "probe.sequence_lengths=[8,2048]")
     with pytest.raises(DoesNotFitError, match="one row of 2048 tokens needs"):
         small.run_in_process("adaptive_probe", *longer, "probe.device_memory=12MiB")
@@ -69,7 +69,7 @@ def test_the_search_recipe_ends_at_a_length_that_does_not_fit(small, capsys):
 
 
 @pytest.mark.slow
-def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
+def test_a_terminal_shows_the_configuration_only_if_verbose(small):
     keys = ("use_maximum_batch_size=True", "probe.device_memory=64MiB", "max_steps_per_epoch=3")
     run = small.run(OURS, *keys)
     lines = run.output.splitlines()
@@ -83,7 +83,7 @@ def test_a_terminal_shows_decisions_and_with_verbose_the_configuration(small):
     assert "with resolved config:" in small.run(OURS, *keys, "verbose=True").output
 
 
-def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved(small):
+def test_a_dataset_or_an_epoch_without_labels_is_refused_and_nothing_is_saved(small):
     output = small.fresh_folder()
     rows = block("dataset", "support.components.OfLengths", lengths=[3] * 8)
     masked = (*rows, f"dataset.unlabelled={list(range(8))}", f"output_dir={output}")
@@ -97,7 +97,7 @@ def test_a_dataset_or_an_epoch_without_any_label_is_refused_and_nothing_is_saved
     assert not list(output.glob("epoch_*"))
 
 
-def test_weights_of_another_model_are_refused_in_a_line(small):
+def test_weights_of_another_model_are_refused_in_one_line(small):
     with pytest.raises(
         SettingError,
         match=r"^model='torchtune.models.qwen2.qwen2': the checkpoint is of another model: Missing"
@@ -107,7 +107,7 @@ def test_weights_of_another_model_are_refused_in_a_line(small):
     assert str(error.value).isprintable()
 
 
-def test_a_truncated_base_checkpoint_is_named(small):
+def test_the_error_names_a_truncated_base_checkpoint(small):
     base = small.fresh_folder() / "base"
     shutil.copytree(small.folder / "base", base)
     path = base / "model.safetensors"

@@ -1,6 +1,6 @@
-"""The recipe on two ranks: how all end when one cannot go on, and other divisions of the model.
+"""adaptive_full_finetune on two ranks: errors on one rank, and divisions of the model.
 
-What two ranks train: tests/test_trajectories.py and benchmarks/resume_across_ranks.py.
+tests/test_trajectories.py and benchmarks/resume_across_ranks.py compare trajectories of two ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def finished(small, *overrides: str, **options) -> Finished:
 
 
 def refused(small, *overrides: str, **options) -> str:
-    """Return the output of ranks that all end soon, with one message."""
+    """Return the output of ranks that all end within ten seconds, with one message."""
     attempt = finished(small, *overrides, expect=None, **options)
     assert attempt.spread < 10
     messages = re.findall(r"^(?:[A-Z]\w+Error: |rank \d+:)", attempt.output, flags=re.MULTILINE)
@@ -34,7 +34,7 @@ def refused(small, *overrides: str, **options) -> str:
 
 
 @pytest.mark.slow
-def test_all_ranks_count_again_after_one_finds_a_row_of_another_length(small):
+def test_all_ranks_recount_lengths_after_one_reads_a_changed_row(small):
     counted = [8 + row % 9 for row in range(32)]
     changed = [45 if row in (3, 7) else length for row, length in enumerate(counted)]
     keys = (
@@ -83,9 +83,9 @@ TENSOR_PARALLEL = (
 @pytest.mark.parametrize(
     "keys",
     [TENSOR_PARALLEL, ("custom_sharded_layers=[tok_embeddings,output]",)],
-    ids=["tensor parallel", "output apart"],
+    ids=["tensor parallel", "output layer separate"],
 )
-def test_other_divisions_of_the_model_train_the_same(small, keys):
+def test_other_divisions_of_the_model_do_not_change_losses(small, keys):
     rows = "batch_size=4" if keys is TENSOR_PARALLEL else "batch_size=2"
     many = finished(small, "epochs=1", rows, *keys)
     one = small.run_in_process(
@@ -97,7 +97,7 @@ def test_other_divisions_of_the_model_train_the_same(small, keys):
 
 
 @pytest.mark.slow
-def test_an_oom_that_other_ranks_cannot_hear_of_ends_all_and_a_restart_uses_a_lower_limit(small):
+def test_an_oom_during_clipping_ends_all_ranks_and_a_restart_lowers_the_limit(small):
     folder = small.fresh_folder()
     overrides = (
         *("batch_size=4", "epochs=2", "clip_grad_norm=1.0", "save_every_n_steps=2"),
@@ -143,14 +143,14 @@ def test_ranks_with_different_configurations_are_refused_by_rank(small):
     assert "batch_size='2': rank 1 was started with this, and rank 0 with 4" in output
 
 
-def test_a_bug_on_one_rank_ends_all_with_its_traceback_alone(small):
+def test_a_bug_on_one_rank_ends_all_ranks_with_one_traceback(small):
     output = refused(small, before="support.rank_faults.a_bug_on_rank_one")
     assert "no such layer" in output
     assert output.count("Traceback (most recent call last)") == 1
 
 
 @pytest.mark.slow
-def test_with_the_optimizer_in_backward_fewer_ranks_are_refused(small):
+def test_with_the_optimizer_in_backward_a_resume_on_fewer_ranks_is_refused(small):
     overrides = (*SGD, "optimizer_in_bwd=True", "batch_size=2")
     asks = asks_at_step(2)
     first = small.run(OURS, *overrides, *asks, ranks=2, expect=EXIT_STATUS)

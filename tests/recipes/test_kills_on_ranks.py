@@ -1,6 +1,6 @@
-"""Two ranks that are killed, or asked to end, resume to the bits of ranks that nothing happened to.
+"""Two ranks that are killed or stopped by a signal resume bit for bit.
 
-Kills of one process at random moments: benchmarks/kills.py.
+benchmarks/kills.py kills one process at random moments.
 """
 
 import re
@@ -29,9 +29,7 @@ def whole(small):
         pytest.param("in an epoch's save", 1, marks=pytest.mark.slow),
     ],
 )
-def test_a_restart_after_a_rank_was_killed_has_the_bits_of_the_undisturbed_run(
-    small, whole, aim, killed
-):
+def test_a_restart_after_a_killed_rank_equals_the_undisturbed_run(small, whole, aim, killed):
     folder = small.fresh_folder()
     keys = (OURS, *PLAIN, f"output_dir={folder}", "resume_from_checkpoint=auto")
     kill = signal_ranks(folder, aim, (killed,), count=5)
@@ -46,9 +44,7 @@ def test_a_restart_after_a_rank_was_killed_has_the_bits_of_the_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_ranks_that_are_asked_to_end_save_one_resume_point_and_resume_to_the_same_bits(
-    small, whole
-):
+def test_ranks_that_are_asked_to_end_save_one_checkpoint_and_resume_bit_for_bit(small, whole):
     folder = small.fresh_folder()
     keys = (OURS, *PLAIN, "save_every_n_steps=null", f"output_dir={folder}")
     for asked in ((1,), (0, 1)):

@@ -1,4 +1,4 @@
-"""Micro-batches, their layouts and out-of-memory errors do not change what a recipe trains."""
+"""Micro-batches, layouts and out-of-memory errors do not change the rows and losses of steps."""
 
 import pytest
 from support.cli import OURS, figures, losses, records, resume_run, same_weights
@@ -10,7 +10,7 @@ from adaptive_batch.report import audit
 
 LENGTHS = [5 + (11 * row) % 50 for row in range(32)]
 ROWS = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={LENGTHS}")
-# AdamW would turn rounding into steps.
+# SGD, since AdamW would amplify rounding differences.
 SLOW = (*SGD, "optimizer.lr=0.05")
 BASE = (*ROWS, *SLOW, "epochs=1", "batch_size=16", "model.max_seq_len=64")
 LARGEST = (*BASE, "probe.objective=largest")
@@ -21,7 +21,7 @@ UNITS = {"rows": "micro_batch_size=5", "tokens": "micro_batch_tokens=150"}
 
 
 def where_steps_stood(folder):
-    """Return the position of each step in the data; the audit must hold."""
+    """Return the position of each step in the data; fail if the audit finds problems."""
     names = ("step", "epoch", "position", "batch_size", "samples_seen", "tokens_seen", "rows")
     assert audit(folder).holds
     return [tuple(step[name] for name in names) for step in records(folder, "step")]
@@ -58,7 +58,7 @@ def automatic(small):
 
 
 @pytest.mark.slow
-def test_auto_logs_its_timings_and_trains_the_same(small, automatic):
+def test_auto_logs_its_timings_and_does_not_change_losses(small, automatic):
     _, finished = automatic
     (said,) = records(finished.output_dir, "throughput")
     assert said["layout"] in ("grouped", "packed")
@@ -76,7 +76,7 @@ def test_auto_logs_its_timings_and_trains_the_same(small, automatic):
     assert figures(finished.output_dir, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
 
 
-def test_a_resumed_run_keeps_the_chosen_layout_and_its_bits_without_probe_json(small, automatic):
+def test_a_resumed_run_without_probe_json_keeps_the_chosen_layout_and_its_bits(small, automatic):
     keys, finished = automatic
     folder = stopped_after(finished, small, 2)
     (folder / "adaptive_batch" / "probe.json").unlink()
@@ -96,14 +96,14 @@ def test_a_resumed_run_keeps_the_chosen_layout_and_its_bits_without_probe_json(s
     ],
     ids=str,
 )
-def test_only_layouts_that_are_allowed_are_timed(small, keys, kinds):
+def test_only_allowed_layouts_are_timed(small, keys, kinds):
     folder = small.run_in_process(OURS, *BASE, *AUTO, *keys).output_dir
     (said,) = records(folder, "throughput")
     assert {trial["kind"] for trial in said["timed"]} == kinds
 
 
 def test_a_first_row_without_labels_does_not_prevent_packing(small):
-    """The first row is what packing is tried with."""
+    """The packing check runs the first row."""
     lengths = f"dataset.lengths={[1, 1, *LENGTHS[2:]]}"
     padded, packed = (
         small.run_in_process(OURS, *BASE, lengths, f"micro_batch_layout={layout}").output_dir
@@ -112,7 +112,7 @@ def test_a_first_row_without_labels_does_not_prevent_packing(small):
     assert figures(packed, "loss") == pytest.approx(figures(padded, "loss"), rel=1e-5)
 
 
-def test_a_text_or_a_number_in_a_row_changes_nothing_under_torchtunes_collate(small):
+def test_texts_and_numbers_in_rows_do_not_change_losses_with_torchtunes_collate(small):
     ids = (*BASE, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
     packed = "micro_batch_layout=packed"
     without = small.run_in_process(OURS, *BASE, "micro_batch_tokens=100", packed)
@@ -124,7 +124,7 @@ def test_a_text_or_a_number_in_a_row_changes_nothing_under_torchtunes_collate(sm
 
 
 @pytest.mark.slow
-def test_two_ranks_choose_the_same_layout_and_train_what_one_device_trains(small, whole):
+def test_two_ranks_choose_one_layout_and_have_the_losses_of_one_device(small, whole):
     keys = (*BASE, "batch_size=8", "drop_last=False", *AUTO)
     folder = small.run(OURS, *keys, ranks=2).output_dir
     assert [sorted(step["rows"]) for step in records(folder, "step")] == [
@@ -146,7 +146,7 @@ def test_a_micro_batch_above_a_known_bound_is_refused(small):
 
 
 @pytest.mark.slow
-def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
+def test_a_run_survives_real_out_of_memory_errors(small):
     lengths = [1000 - 7 * row for row in range(32)]
     large = (
         "model.max_seq_len=1024",
@@ -176,12 +176,11 @@ def test_a_process_that_really_runs_out_of_memory_finishes_its_run(small):
     assert len(survived.weights(0))
 
 
-def test_an_optimizer_step_out_of_memory_is_not_retried_and_the_run_resumes(small):
+def test_an_oom_of_the_optimizer_step_is_not_retried_and_the_run_resumes(small):
     keys = (*ROWS, "optimizer=support.components.FailingAdamW", "batch_size=16")
     undisturbed = small.run_in_process(OURS, *keys, "optimizer.fails_at=-1")
     output = small.fresh_folder()
-    # In the second epoch.
-    fails = ("optimizer.fails_at=4", f"output_dir={output}")
+    fails = ("optimizer.fails_at=4", f"output_dir={output}")  # in the second epoch
     with pytest.raises(
         DoesNotFitError,
         match=r"the optimizer step ran out of memory on cpu: .*resume_from_checkpoint",

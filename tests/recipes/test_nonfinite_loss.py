@@ -1,4 +1,4 @@
-"""A NaN loss of a recipe is logged, skipped, or ends the run before anything is damaged."""
+"""A recipe logs a NaN loss, skips its step, or ends before the step changes the weights."""
 
 import math
 
@@ -22,8 +22,8 @@ def same(tensors, others):
 
 
 @pytest.mark.parametrize("gradients_alone", [False, True])
-def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gradients_alone):
-    """Its rows are consumed; the optimizer has not seen the step."""
+def test_a_skipped_step_changes_neither_weights_nor_optimizer(small, gradients_alone):
+    """A skipped step consumes its rows."""
     settings = (
         *SPOILED,
         f"loss.gradients_alone={gradients_alone}",
@@ -42,7 +42,7 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
     assert len({step["lr"] for step in steps}) == 1
 
     def saved(step):
-        """Return the model and the optimizer of a resume point."""
+        """Return the tensors of the model and the optimizer in a checkpoint."""
         points = checkpoints_in(finished.output_dir)
         (point,) = (point for point in points if point.step == step)
         tensors, _ = point.load()
@@ -54,7 +54,7 @@ def test_a_step_that_is_skipped_changes_neither_weights_nor_optimizer(small, gra
     assert all(tensor.isfinite().all() for tensor in finished.weights(0).values())
 
 
-def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
+def test_an_epoch_of_skipped_steps_is_an_error(small):
     folder = small.fresh_folder()
     with pytest.raises(
         NonfiniteLossError,
@@ -69,7 +69,7 @@ def test_an_epoch_of_which_every_step_is_skipped_is_an_error(small):
 STOPS = (*SPOILED, "loss.at=[4]", f"{KEY}=stop", "save_every_n_steps=2")
 
 
-def test_a_run_that_is_to_stop_ends_before_the_step_and_names_what_was_saved(small):
+def test_stop_ends_the_run_before_the_step_and_the_error_names_the_last_checkpoint(small):
     folder = small.fresh_folder()
     with pytest.raises(NonfiniteLossError) as error:
         small.run_in_process(OURS, *STOPS, f"output_dir={folder}")
@@ -92,6 +92,6 @@ def test_with_the_optimizer_in_backward_a_step_cannot_be_skipped(small):
 
 
 @pytest.mark.parametrize("lr", ["1e-3", "1e38"])
-def test_weights_that_the_last_step_has_ruined_are_reported(small, lr):
+def test_nonfinite_weights_after_the_last_step_are_reported(small, lr):
     done = small.run_in_process(OURS, "epochs=1", "max_steps_per_epoch=1", f"optimizer.lr={lr}")
     assert len(records(done, "nonfinite_weights")) == (lr == "1e38")

@@ -1,7 +1,6 @@
-"""Preference pairs through the real command line: runs resume, both models are searched, and
-mistakes are refused.
+"""Preference pairs through the real command line: resumes and refused settings.
 
-Steps are proved in tests/unit/torchtune/test_task.py, their bits in tests/parity/.
+tests/unit/torchtune/test_task.py tests steps, tests/parity/ compares their bits with torchtune.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ def lora(small):
 
 
 def resumed_after_step_three(small, begun, *own):
-    """A copy of a run that was ended after step 3, trained to its end."""
+    """Resume a copy of the run from the checkpoint of step 3."""
     return resume_run(small, stopped_after(begun, small, 3), *own, recipe=OURS)
 
 
-def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, lora):
+def test_a_run_resumes_within_an_epoch_bit_for_bit(small, lora):
     own = (*lora, "reference_micro_batch_size=auto", "probe.device_memory=24MiB")
     own += ("epochs=1", "save_every_n_steps=3")
     begun = small.run_in_process(OURS, *own)
@@ -36,8 +35,8 @@ def test_a_run_resumes_within_an_epoch_with_the_same_bits(small, lora):
     assert len(bounds) == 1
 
 
-def test_a_run_resumes_after_the_reference_moved_into_or_out_of_the_step(small, lora):
-    """The saved limit of the reference is not used, or is missing, and that is logged."""
+def test_a_run_resumes_if_the_reference_moves_into_or_out_of_the_step(small, lora):
+    """The log has the change of the reference's limit."""
     within = (*lora, "epochs=1", "save_every_n_steps=3", "optimizer.lr=1e-3")
     for first, second, sizes in (
         ((), ("reference_micro_batch_size=4",), (None, 4)),

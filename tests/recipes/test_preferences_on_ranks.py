@@ -1,4 +1,4 @@
-"""Preference pairs on two ranks: out of memory in one rank's reference costs all a retry."""
+"""Preference pairs on two ranks: all retry after an OOM in the reference of one rank."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def run(small, *overrides: str, **options) -> Finished:
 @pytest.mark.parametrize(
     ("kind", "apart"), [("LoRA", ("reference_micro_batch_size=4",)), ("full", ())]
 )
-def test_a_rank_that_runs_out_of_memory_in_the_reference_costs_a_retry(small, kind, apart):
+def test_all_ranks_retry_after_an_oom_in_the_reference_of_one_rank(small, kind, apart):
     own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(small))
     within = run(small, *own)
     retried = run(small, *own, *apart, before=IN_THE_REFERENCE)
@@ -40,20 +40,20 @@ def test_a_rank_that_runs_out_of_memory_in_the_reference_costs_a_retry(small, ki
     assert_same_metrics(retried, within)
 
 
-def test_ranks_agree_on_what_fits_in_the_reference(small):
+def test_ranks_agree_on_the_limit_of_the_reference(small):
     own = ("micro_batch_size=1", "probe.device_memory=24MiB")
     within = run(small, *LORA, *own)
     fault = "support.rank_faults.trials_of_more_than_two_pairs_in_the_reference_on_rank_one"
     apart = run(small, *LORA, *own, "reference_micro_batch_size=auto", before=fault)
     (bound,) = records(apart.output_dir, "reference_bound")
-    # Rank zero has room for all four; it has learned that rank one has not.
+    # All four pairs fit on rank 0; two fit on rank 1.
     assert bound["max_batch_size"] == 2
     assert not records(apart.output_dir, "reference_limit")
     assert_same_metrics(apart, within)
 
 
 def assert_same_metrics(one: Finished, other: Finished) -> None:
-    """Two runs have the same losses and metrics, but for rounding."""
+    """Assert that the losses and metrics of two runs are equal up to rounding."""
     for name in ("loss", "rewards/margins", "log_probs/chosen"):
         logged = map(float, losses(other.output_dir, name=name))
         expected = [pytest.approx(figure, rel=1e-3, abs=1e-5) for figure in logged]

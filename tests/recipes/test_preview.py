@@ -1,4 +1,4 @@
-"""`preview=True` shows the plan of training before anything is loaded."""
+"""`preview=True` shows the plan of training before weights load."""
 
 import math
 import re
@@ -21,7 +21,7 @@ HEAD += ["global batch", "lr at start", "at end", "steps"]
 
 @pytest.fixture
 def plan(small, capsys):
-    """Plans with weights that cannot be read: what loads them fails."""
+    """Return a function that runs a preview with unreadable weights."""
 
     def plan(*overrides, output=None, base=None):
         output = output or small.fresh_folder()
@@ -43,7 +43,7 @@ def plan(small, capsys):
 
 
 def cells(lines):
-    """The rows of the table, under its head."""
+    """Return the rows of the printed table without its header."""
     start = next(number for number, line in enumerate(lines) if line.strip().startswith("from "))
     rows = [[cell for cell in re.split(r" {2,}", line.strip()) if cell] for line in lines[start:]]
     assert rows[0] == HEAD
@@ -51,7 +51,7 @@ def cells(lines):
     return rows[1:end]
 
 
-def test_the_preview_equals_a_table_by_hand_and_loads_and_writes_nothing(small, plan):
+def test_a_preview_prints_the_expected_table_and_writes_nothing(small, plan):
     output = small.fresh_folder()
     lines = plan(
         *EQUAL,
@@ -75,7 +75,7 @@ def test_the_preview_equals_a_table_by_hand_and_loads_and_writes_nothing(small, 
     assert not list(output.iterdir())
 
 
-def test_a_run_logs_its_preview_and_that_of_the_resumed_run_shows_the_remaining_steps(small, plan):
+def test_a_run_logs_its_preview_and_a_resumed_preview_shows_the_remaining_steps(small, plan):
     settings = (
         *RAMP,
         *COSINE,

@@ -1,6 +1,6 @@
-"""Mistakes are refused in one line before weights load; the error names the key or its block.
+"""Mistakes are refused in one line before weights load, and the error names the key.
 
-The unit tests test_settings.py and test_checks.py have values that are wrong by themselves.
+The unit tests test_settings.py and test_checks.py test values that are invalid alone.
 """
 
 import pytest
@@ -37,7 +37,7 @@ VALIDATED = f"dataset_val._component_={COMPONENTS}.OfLengths run_val_every_n_ste
 ODD = f"dataset._component_={COMPONENTS}.WithOddRow batch_size=2"
 CROSS_ENTROPY = "loss=torch.nn.CrossEntropyLoss"
 
-# By the key of the error, what is typed after ``tune run adaptive_full_finetune``.
+# The key of the error, and the overrides after ``tune run adaptive_full_finetune``.
 REFUSED = {
     "batch_increase_function": [
         *(f"batch_increase_function={COMPONENTS}.{name}" for name in ("four_mor", "NOT_CALLABLE")),
@@ -190,9 +190,7 @@ REFUSED = {
         ),
     ],
 }
-# Functions whose answers cannot be used.
-RULES = [
-    # Builders that are not called.
+RULES = [  # functions that return invalid values; the first two are builders
     "batch_increase_function=adaptive_batch.schedules.geometric",
     f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
     f"batch_increase_function={COMPONENTS}.takes_one",
@@ -207,7 +205,7 @@ RULES = [
 
 @pytest.fixture
 def unreadable(small):
-    """Overrides with which whatever is refused later than weights load fails as that."""
+    """Return overrides with unreadable weights, so that a check after loading them fails."""
     output = small.fresh_folder()
     base = output / "base"
     base.mkdir()
@@ -220,7 +218,6 @@ def unreadable(small):
 @pytest.mark.parametrize(
     ("key", "typed"),
     [
-        # The first of each key every time.
         pytest.param(key, typed, marks=[pytest.mark.slow] * bool(number))
         for key, cases in REFUSED.items()
         for number, typed in enumerate(cases)
@@ -235,14 +232,16 @@ def test_an_invalid_setting_is_refused_before_weights_load(small, unreadable, ke
 
 
 @pytest.mark.parametrize("typed", RULES)
-def test_a_function_with_invalid_answers_is_refused_before_weights_load(small, unreadable, typed):
+def test_a_function_that_returns_invalid_values_is_refused_before_weights_load(
+    small, unreadable, typed
+):
     with pytest.raises(GrowthFunctionError) as refused:
         small.run_in_process(OURS, *unreadable, *typed.split())
     assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("recipe", ["adaptive_probe", "adaptive_estimate"])
-def test_a_value_that_no_component_takes_is_refused_by_each_recipe(small, recipe):
+def test_an_invalid_argument_of_a_component_is_refused_by_each_recipe(small, recipe):
     with pytest.raises(SettingError) as refused:
         small.run_in_process(recipe, "dataset.packed=maybe", "estimate.devices=1GiB")
     assert refused.value.key == "dataset.packed"
@@ -250,7 +249,7 @@ def test_a_value_that_no_component_takes_is_refused_by_each_recipe(small, recipe
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_estimate"])
 @pytest.mark.parametrize("key", ["dataset", "model", "batch_increase_function._component_"])
-def test_a_component_that_ends_the_program_is_an_error_that_names_it(small, recipe, key):
+def test_an_exit_of_a_component_is_an_error_that_names_the_line(small, recipe, key):
     exits = (f"{key}=support.components.exits", "estimate.devices=1GiB")
     with pytest.raises(AdaptiveBatchError, match=r"in exits \(.*components\.py:\d+\)"):
         small.run_in_process(recipe, *exits)
@@ -261,19 +260,19 @@ ENDS = ("loss=support.components.LossThatEnds", "epochs=1", "max_steps_per_epoch
 
 @pytest.mark.parametrize("recipe", [OURS, "adaptive_probe"])
 @pytest.mark.parametrize("status", [0, 3])
-def test_an_exit_within_a_run_is_an_error_that_names_the_line(small, recipe, status):
+def test_an_exit_during_training_is_an_error_that_names_the_line(small, recipe, status):
     says = rf"sys\.exit\({status}\) was called in forward \(.*components\.py:\d+\)"
     with pytest.raises(AdaptiveBatchError, match=says):
         small.run_in_process(recipe, *ENDS, f"loss.status={status}")
 
 
-def test_the_limit_of_steps_of_emulate_ends_a_run_with_status_0(small, monkeypatch):
+def test_the_step_limit_of_emulate_ends_a_run_with_status_0(small, monkeypatch):
     monkeypatch.setenv("ADAPTIVE_BATCH_EMULATED", "1")
     finished = small.run_in_process(OURS, *ENDS, "loss.status=0")
     assert not records(finished, "step")
 
 
-def test_ctrl_c_goes_through(small):
+def test_a_keyboard_interrupt_is_not_caught(small):
     with pytest.raises(KeyboardInterrupt):
         small.run_in_process(OURS, *ENDS, "loss.status=null")
 
@@ -290,7 +289,7 @@ def test_a_terminal_shows_an_error_in_one_line(small):
     assert "Traceback" not in finished.output
 
 
-def test_weights_of_another_family_are_refused_as_they_are_read(small):
+def test_weights_of_another_model_type_are_refused(small):
     with pytest.raises(SettingError, match=r"cannot be read as weights of LLAMA3 .*model_type"):
         small.run_in_process(OURS, "checkpointer.model_type=LLAMA3")
 

@@ -1,4 +1,4 @@
-"""A recipe that ends anywhere resumes to the same bits, or is refused with the reason."""
+"""A recipe resumes bit for bit, or is refused with the reason."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def last_start(folder):
 
 
 def went_on_from(folder):
-    """The name of the folder that the last start went on from, and its step."""
+    """Return the name of the checkpoint that the last start resumed."""
     start = last_start(folder)
     assert start["resumed"]
     return Path(start["message"].split("resuming from ")[1].split(" ")[0]).name
@@ -40,7 +40,7 @@ def resume_from(small, folder, path, *overrides):
 
 
 def assert_the_same(folder, whole):
-    """Every figure of every step, the weights of every epoch, and the audit."""
+    """Assert that the logged figures, the exported weights and the audit are those of `whole`."""
     assert run_differences(folder, whole.output_dir) == []
 
 
@@ -50,13 +50,13 @@ def whole(small):
 
 
 WAYS = {
-    "optimizer in backward, rows that draw when they are read": (
+    "optimizer in backward, rows that use random numbers": (
         "optimizer_in_bwd=True",
         *FEATURES["cosine"],
         "dataset._component_=support.components.Augmented",
         "batch_size=2",
     ),
-    "packed rows, accumulation, saved while training goes on": (
+    "packed rows, accumulation, asynchronous saves": (
         *FEATURES["SGD with momentum"],
         *FEATURES["accumulation"],
         "dataset.packed=True",
@@ -64,7 +64,7 @@ WAYS = {
         "save_every_n_steps=2",
         "enable_async_checkpointing=True",
     ),
-    "a last step that is dropped": ("batch_size=5", "drop_last=True", "max_steps_per_epoch=5"),
+    "a dropped last step": ("batch_size=5", "drop_last=True", "max_steps_per_epoch=5"),
 }
 
 
@@ -80,13 +80,13 @@ def test_a_run_that_resumes_within_an_epoch_equals_the_uninterrupted_run(small, 
     assert_the_same(folder, whole)
 
 
-def test_saving_resume_points_changes_no_bit_of_training(small, whole):
+def test_saving_checkpoints_changes_no_bit_of_training(small, whole):
     plain = small.run_in_process(OURS, *DROPOUT)
     assert plain.losses == whole.losses
     assert same_weights(plain.weights(1), whole.weights(1))
 
 
-def test_a_moved_run_resumes_with_moved_data_and_reordered_keys_of_its_model(small, whole):
+def test_a_moved_run_resumes_with_moved_data_and_reordered_model_keys(small, whole):
     moved = small.fresh_folder() / "elsewhere"
     shutil.move(stopped_after(whole, small, 9), moved)
     data = small.fresh_folder() / "rows.jsonl"
@@ -112,9 +112,7 @@ def test_a_finished_run_resumes_with_more_epochs(small):
     assert_the_same(done.output_dir, longer)
 
 
-def test_the_last_epoch_is_saved_as_weights_alone_if_the_disk_holds_no_more(
-    small, unlimited, capfd
-):
+def test_the_last_epoch_is_saved_without_state_if_the_disk_is_full(small, unlimited, capfd):
     keys = ("keep_final_state=True", "epochs=1", "max_steps_per_epoch=2")
     whole = small.run_in_process(OURS, *keys)
     weights_file, state_file = (
@@ -153,7 +151,7 @@ def test_a_signal_during_an_epochs_save_ends_the_run_after_it(small, whole):
 
 
 def two_runs(small, whole):
-    """Return a folder with an ended run and a killed one that was replacing it, and both names."""
+    """Return a folder with a finished and a killed run, and their names."""
     folder = small.fresh_folder()
     ends_early(small, folder, "seed=8", *DROPOUT, *asks_at_step(4))
     for path in (*whole.output_dir.glob("step_*"), *whole.output_dir.glob("epoch_*")):
@@ -162,7 +160,7 @@ def two_runs(small, whole):
     return folder, first, second
 
 
-def test_one_of_two_runs_in_a_folder_is_resumed_by_its_path_only(small, whole):
+def test_two_runs_in_a_folder_resume_only_by_path(small, whole):
     folder, first, second = two_runs(small, whole)
     saves = (rf"run {first} \(.*step_15, epoch_0, epoch_1\)", rf"run {second} \(step_4\)")
     for asked in (True, "auto"):
@@ -177,8 +175,8 @@ def test_one_of_two_runs_in_a_folder_is_resumed_by_its_path_only(small, whole):
 
 
 @pytest.mark.parametrize(("steps", "removed"), [(9, "epoch_*"), (16, "step_*")])
-def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps, removed):
-    """Finished or not, with its resume points or its exports."""
+def test_a_new_run_is_refused_in_a_folder_with_saves_of_another(small, whole, steps, removed):
+    """The other run is finished or not, and has only checkpoints or only exports."""
     folder = stopped_after(whole, small, steps)
     for path in folder.glob(removed):
         shutil.rmtree(path)
@@ -194,12 +192,12 @@ def test_a_new_run_does_not_begin_among_the_saves_of_another(small, whole, steps
 
 
 @pytest.mark.parametrize("step", [8, 16])
-def test_an_export_that_a_kill_prevented_is_made_when_the_run_resumes(small, step):
+def test_a_resumed_run_writes_an_export_that_a_kill_prevented(small, step):
     keys = (SAVES, *DROPOUT, "keep_final_state=True")
     whole = small.run_in_process(OURS, *keys)
     folder = stopped_after(whole, small, step)
     epoch = folder / f"epoch_{step // 8 - 1}"
-    # Killed in its export, which was replacing another.
+    # The state after a kill during an export that replaces another.
     epoch.rename(folder / f".replaced-{epoch.name}")
     (folder / ".saving" / epoch.name).mkdir(parents=True)
     if step == 8:
@@ -209,7 +207,7 @@ def test_an_export_that_a_kill_prevented_is_made_when_the_run_resumes(small, ste
     assert_the_same(folder, whole)
 
 
-def test_an_export_of_another_run_does_not_replace_one_that_a_kill_prevented(small, whole):
+def test_a_resumed_run_replaces_the_export_of_another_run(small, whole):
     folder = small.fresh_folder()
     ends_early(small, folder, "seed=8", *DROPOUT, *asks_in_epoch(0))
     exported = weights(folder / "epoch_0")
@@ -219,21 +217,21 @@ def test_an_export_of_another_run_does_not_replace_one_that_a_kill_prevented(sma
     assert same_weights(weights(folder / "epoch_0"), exported)
 
 
-def test_an_earlier_export_does_not_stand_for_one_that_a_kill_prevented(small, whole):
+def test_a_resumed_run_replaces_an_earlier_export_of_the_same_epoch(small, whole):
     folder = stopped_after(whole, small, 16)
     shutil.rmtree(folder / "step_16", ignore_errors=True)
     other = ("resume_allow_changes=[optimizer.lr]", "optimizer.lr=1e-3", "keep_final_state=True")
     again = small.fresh_folder()
     shutil.copytree(folder, again, dirs_exist_ok=True)
     resume_from(small, again, again / "step_9", SAVES, *DROPOUT, *other)
-    # Killed before its export, where the first pass has left one.
+    # The state after a kill before the export, with an export of the first attempt.
     shutil.copytree(again / "step_16", folder / "step_16")
     resume_run(small, folder, SAVES, *DROPOUT, *other)
     assert same_weights(weights(folder / "epoch_1"), weights(again / "epoch_1"))
     assert not same_weights(weights(folder / "epoch_1"), whole.weights(1))
 
 
-def test_resume_points_of_another_version_are_not_mistaken_for_an_empty_folder(small, whole):
+def test_checkpoints_of_another_version_are_refused_and_kept(small, whole):
     folder = stopped_after(whole, small, 6)
     for path in folder.glob("step_*/resume.json"):
         path.write_text(json.dumps({**json.loads(path.read_text()), "format_version": 1}))
@@ -245,7 +243,7 @@ def test_resume_points_of_another_version_are_not_mistaken_for_an_empty_folder(s
     assert saves_in(folder) == before
 
 
-def test_torchtunes_own_recipe_state_is_refused_in_one_sentence(small):
+def test_torchtunes_recipe_state_is_refused(small):
     folder = small.fresh_folder()
     (folder / "epoch_0").mkdir()
     (folder / "recipe_state").mkdir()
@@ -265,7 +263,6 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
     before = saves_in(folder)
     assert before == ["epoch_0", "step_3", "step_6", "step_8", "step_9"]
     asking = asks_at_step(1)
-    # No file may grow, so that nothing is saved.
     with pytest.raises(CheckpointError):
         small.run_in_process(OURS, *replaces, *full_disk(1, 99), f"output_dir={folder}")
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
@@ -284,7 +281,7 @@ def test_a_replaced_run_is_removed_after_the_first_complete_save(small, whole, u
         ("tokenizer.path", "{}/vocab.json"),
     ],
 )
-def test_what_a_run_begins_with_is_not_removed_with_the_run_that_saved_it(small, whole, key, value):
+def test_files_that_a_new_run_reads_are_not_removed_with_the_replaced_run(small, whole, key, value):
     folder = stopped_after(whole, small, 9)
     keys = [f"{key}={value.format(folder / 'epoch_0')}", f"output_dir={folder}"]
     if key == "checkpointer.checkpoint_dir":
@@ -298,7 +295,7 @@ def saves_in(folder):
     return sorted(path.name for path in (*folder.glob("epoch_*"), *folder.glob("step_*")))
 
 
-def test_auto_starts_without_a_save_and_trains_a_finished_run_no_further(small, whole):
+def test_auto_starts_an_empty_folder_and_keeps_a_finished_run(small, whole):
     folder = small.fresh_folder()
     resume_from(small, folder, "auto", SAVES, *DROPOUT)
     assert not last_start(folder)["resumed"]
@@ -309,7 +306,7 @@ def test_auto_starts_without_a_save_and_trains_a_finished_run_no_further(small, 
     assert saves_in(folder)[:3] == ["epoch_0", "epoch_1", "epoch_2"]
 
 
-def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole):
+def test_a_checkpoint_of_another_folder_resumes_by_path(small, whole):
     origin = stopped_after(whole, small, 9)
     folder = small.fresh_folder()
     resumed = resume_from(small, folder, origin / "step_6", SAVES, *DROPOUT)
@@ -321,7 +318,7 @@ def test_a_checkpoint_of_another_folder_is_resumed_from_by_its_path(small, whole
 @pytest.mark.parametrize(
     "asked", ["ture", "3", "[6]", "{folder}/step_4", "{folder}/adaptive_batch"]
 )
-def test_a_path_that_is_no_checkpoint_is_refused(small, whole, asked):
+def test_an_invalid_path_of_a_checkpoint_is_refused(small, whole, asked):
     folder = stopped_after(whole, small, 6)
     remedy = "give True, False, auto, or a checkpoint's folder"
     with pytest.raises(SettingError, match=f"^resume_from_checkpoint='.*': {remedy}"):
@@ -375,7 +372,7 @@ def full_disk(first, last, num_bytes=100_000):
     return block("metric_logger", "support.stops.FillingDisk", **limits)
 
 
-def test_a_full_disk_skips_a_resume_point_and_ends_a_run_that_cannot_save_its_epoch(
+def test_a_full_disk_skips_a_checkpoint_within_an_epoch_and_ends_the_run_at_its_end(
     small, whole, unlimited
 ):
     folder = small.fresh_folder()
@@ -420,7 +417,7 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
         match=rf"{name}=.*{shown} resume with that, or set resume_allow_changes=\[{name}\]",
     ):
         resume_run(small, folder, SAVES, *DROPOUT, *overrides)
-    assert last_start(folder)["resumed"] is False  # what is refused leaves no trace in the record
+    assert last_start(folder)["resumed"] is False  # the refused start is not logged
     resume_run(small, folder, SAVES, *DROPOUT, *overrides, f"resume_allow_changes=[{name}]")
     (said,) = records(folder, name)
     assert said["before"] != said["after"]
@@ -429,15 +426,15 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     anew = records(folder, "epoch_restarted")
     assert bool(anew) == (name == "dataset")
     assert any("restarted after step" in line for line in found.lines) == bool(anew)
-    # The weights within the epoch that begins again are those of no epoch.
+    # The restarted epoch does not export the weights of its first attempt.
     assert sorted(path.name for path in folder.glob("epoch_*")) == ["epoch_0", "epoch_1"]
 
 
-def test_a_schedule_whose_file_has_changed_is_refused_and_restarts_an_epoch_of_token_steps(
+def test_a_changed_file_of_a_schedule_is_refused_or_restarts_an_epoch_of_token_steps(
     small, tmp_path, monkeypatch
 ):
     monkeypatch.syspath_prepend(tmp_path)
-    # Restored at the end, which removes the module that the recipe imports.
+    # monkeypatch removes the module that the recipe imports.
     monkeypatch.setitem(sys.modules, "rule_of_user", None)
     del sys.modules["rule_of_user"]
     file = tmp_path / "rule_of_user.py"
@@ -462,13 +459,13 @@ def test_rate_and_decay_change_if_allowed_by_name(small):
     overrides = (SAVES, *DROPOUT, *FEATURES["cosine"])
     whole = small.run_in_process(OURS, *overrides)
     folder = stopped_after(whole, small, 9)
-    # The batch is the reference, so that linear scaling leaves the rates.
+    # The batch is the reference batch, so linear scaling does not change the rates.
     changes = ("optimizer.lr=0.001", "optimizer.weight_decay=0.3", "lr_scaling=linear")
     allowed = "resume_allow_changes=[optimizer.lr,optimizer.weight_decay]"
     resumed = resume_run(small, folder, *overrides, *changes, allowed)
     before = [float(rate) for rate in whole.figures("lr")]
     after = [float(rate) for rate in resumed.figures("lr")][-7:]
-    # The configured rate was 0.01, and the schedule stays.
+    # The first run had lr=0.01, and the schedule is kept.
     assert after == pytest.approx([rate / 10 for rate in before[9:]])
     assert [
         (change["before"], change["after"])
@@ -480,7 +477,7 @@ def test_rate_and_decay_change_if_allowed_by_name(small):
     assert group["weight_decay"] == 0.3
 
 
-def test_the_end_of_an_epoch_moves_if_allowed_but_not_before_the_checkpoint(small, whole):
+def test_max_steps_per_epoch_changes_if_allowed_but_not_below_the_checkpoint(small, whole):
     allowed = "resume_allow_changes=[max_steps_per_epoch]"
     folder = stopped_after(whole, small, 12)
     with pytest.raises(SettingError, match=r"=3: the checkpoint has done 4 steps .*; give 4 or"):
@@ -493,7 +490,7 @@ def test_the_end_of_an_epoch_moves_if_allowed_but_not_before_the_checkpoint(smal
     assert_the_same(kept, whole)
 
 
-def test_other_changes_are_logged_and_noted_by_the_audit(small, whole):
+def test_other_changes_are_logged_and_listed_by_the_audit(small, whole):
     folder = stopped_after(whole, small, 6, taken_back=1)
     resume_run(
         small,
@@ -524,7 +521,7 @@ def test_other_changes_are_logged_and_noted_by_the_audit(small, whole):
     assert any("differs from its rolled-back attempt in loss" in line for line in found.lines)
 
 
-def test_a_setting_of_the_optimizer_that_is_kept_is_kept_whole_and_has_a_valid_name(small):
+def test_an_optimizer_setting_is_kept_as_a_whole_and_an_unknown_setting_is_refused(small):
     keys = (SAVES, "optimizer._component_=support.components.sgd_with_options", "~optimizer.fused")
     whole = small.run_in_process(OURS, *keys, "optimizer.options={momentum: 0.9, dampening: 0.1}")
     folder = stopped_after(whole, small, 6)
@@ -534,7 +531,7 @@ def test_a_setting_of_the_optimizer_that_is_kept_is_kept_whole_and_has_a_valid_n
         resume_run(small, folder, *keys, "optimizer.foo=1", "epochs=3")
 
 
-def test_other_rows_or_labels_and_an_optimizer_in_backward_are_refused(small, whole):
+def test_changed_rows_or_labels_and_an_optimizer_in_backward_are_refused(small, whole):
     folder = stopped_after(whole, small, 6)
     first, *rows = (small.folder / "train.jsonl").read_text().splitlines(keepends=True)
     changed = small.fresh_folder() / "last_row_changed.jsonl"
@@ -583,7 +580,7 @@ def of_tokens(tokens):
         ("uniform_micro_batches", ("uniform_micro_batches=rows",), ()),
     ],
 )
-def test_the_epoch_starts_again_if_steps_of_tokens_would_hold_other_rows(small, key, before, after):
+def test_the_epoch_restarts_if_token_steps_would_contain_other_rows(small, key, before, after):
     whole = small.run_in_process(OURS, *BY_TOKENS, *before)
     folder = stopped_after(whole, small, 3)
     with pytest.raises(SettingError, match=rf"resume_allow_changes=\[{key}\]"):
@@ -600,7 +597,7 @@ def test_the_epoch_starts_again_if_steps_of_tokens_would_hold_other_rows(small, 
     assert found.holds, found.problems
 
 
-def test_a_run_is_not_replaced_where_its_exports_have_a_folder_of_their_own(small):
+def test_a_run_with_a_separate_export_folder_is_replaced_only_on_request(small):
     exports = f"checkpointer.output_dir={small.fresh_folder()}"
     small.run_in_process(OURS, *DROPOUT, exports)
     with pytest.raises(SettingError, match=r"holds the saves of run \w+ \(epoch_0, epoch_1\);"):

@@ -1,4 +1,4 @@
-"""Rows that a recipe cannot use, and rows whose lengths have changed since they were counted."""
+"""Invalid rows, and rows whose lengths have changed since lengths were counted."""
 
 import re
 from itertools import accumulate
@@ -33,12 +33,12 @@ WHY = {
 
 
 @pytest.mark.parametrize("row", WHY)
-def test_an_invalid_row_ends_the_run_and_is_named(small, row):
+def test_the_error_names_an_invalid_row(small, row):
     with pytest.raises(SettingError, match=f"dataset='json': row 9 {WHY[row]}"):
         small.run_in_process(OURS, *ODD, "dataset.at=9", f"dataset.row={row}")
 
 
-def test_an_invalid_row_of_validation_ends_the_run_and_is_named(small):
+def test_the_error_names_an_invalid_row_of_validation(small):
     own = ("dataset_val._component_=support.components.WithOddRow", "dataset_val.row=long")
     with pytest.raises(
         SettingError, match=rf"dataset_val='support\.components\.WithOddRow': row 5 {WHY['long']}"
@@ -63,7 +63,7 @@ def test_tokens_may_be_a_list_an_array_or_a_tensor(small):
     assert others == [first] * 4
 
 
-def test_a_collate_function_that_leaves_out_rows_is_refused(small):
+def test_a_collate_function_that_drops_rows_is_refused(small):
     leaving_out = "support.components.leaving_out"
     with pytest.raises(
         SettingError, match=f"collate_fn='{leaving_out}': it made 3 rows of 4; return all of them"
@@ -71,7 +71,7 @@ def test_a_collate_function_that_leaves_out_rows_is_refused(small):
         small.run_in_process(OURS, *PLAIN, f"collate_fn={leaving_out}")
 
 
-def test_a_collate_function_may_make_the_labels_unless_rows_are_padded_before(small):
+def test_a_collate_function_may_create_labels_unless_rows_are_padded_first(small):
     keys = (
         f"dataset.lengths={COUNTED}",
         "epochs=1",
@@ -100,7 +100,7 @@ NOW_LENGTHS = (
 )
 SCHEDULED = cosine_after(2)
 STALE = {
-    "as they come": ("batch_tokens=60", "micro_batch_tokens=4096"),
+    "in file order": ("batch_tokens=60", "micro_batch_tokens=4096"),
     "a rule": (
         "batch_tokens=60",
         "micro_batch_tokens=500",
@@ -109,13 +109,13 @@ STALE = {
         "batch_size_schedule.batch_sizes=[60,90]",
         "batch_size_schedule.thresholds=[150tok]",
     ),
-    "noticed as trials read rows": ("batch_tokens=60", "probe.objective=largest"),
+    "noticed by trials": ("batch_tokens=60", "probe.objective=largest"),
 }
 
 
 @pytest.fixture
 def stale(small, monkeypatch, tmp_path):
-    """Run with lengths that were counted before three rows grew and two shrank."""
+    """Return a function that runs with the cached lengths of rows that have changed."""
     cached = tmp_path / "cache"
 
     def run(*overrides, lengths=CHANGED):
@@ -137,7 +137,7 @@ def contradictions(capsys):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("overrides", STALE.values(), ids=STALE)
-def test_rows_of_changed_length_keep_the_epoch_and_the_next_is_planned_anew(
+def test_changed_lengths_keep_the_epoch_and_the_next_epoch_is_planned_again(
     stale, overrides, capsys
 ):
     before = stale(*overrides, lengths=COUNTED)
@@ -150,7 +150,7 @@ def test_rows_of_changed_length_keep_the_epoch_and_the_next_is_planned_anew(
         warning,
     )
     (said,) = records(finished, "recounted")
-    noticed_in_trials = overrides == STALE["noticed as trials read rows"]
+    noticed_in_trials = overrides == STALE["noticed by trials"]
     assert said["epoch"] == (0 if noticed_in_trials else 1)
     assert audit(finished.output_dir).problems == ()
     steps = {run: records(run, "step") for run in (before, finished)}
@@ -159,7 +159,7 @@ def test_rows_of_changed_length_keep_the_epoch_and_the_next_is_planned_anew(
     tokens = [sum(CHANGED[row] for row in step["rows"]) for step in steps[finished]]
     assert [step["tokens_seen"] for step in steps[finished]] == [*accumulate(tokens)]
     again = stale(*overrides)
-    assert contradictions(capsys) == []  # they were written down
+    assert contradictions(capsys) == []  # the cache has the new lengths
     assert [step["rows"] for step in records(again, "step") if step["epoch"] == 1] == [
         step["rows"] for step in steps[finished] if step["epoch"] == 1
     ]
@@ -169,9 +169,9 @@ def test_rows_of_changed_length_keep_the_epoch_and_the_next_is_planned_anew(
 @pytest.mark.parametrize(
     "overrides",
     [("batch_tokens=60",), ("batch_size=4", "lr_clock=tokens")],
-    ids=["tokens", "rows and tokens of the clock"],
+    ids=["tokens", "rows with lr_clock=tokens"],
 )
-def test_a_run_whose_rows_have_other_lengths_resumes_to_the_same_bits(stale, small, overrides):
+def test_a_run_with_changed_lengths_resumes_bit_for_bit(stale, small, overrides):
     overrides = (*overrides, "micro_batch_tokens=4096", "save_every_n_steps=1", *SCHEDULED)
     stale(*overrides, lengths=COUNTED)
     whole = stale(*overrides)

@@ -1,4 +1,4 @@
-"""The Slurm script, with srun and scontrol played: it requeues only a run that was asked to end."""
+"""The Slurm script with fake srun and scontrol: it requeues only a run that was asked to end."""
 
 import json
 import os
@@ -18,7 +18,7 @@ STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_step
 
 @pytest.fixture
 def cluster(tmp_path):
-    """Environment of a job on one node of two ranks; its requeues are written into `requeued`."""
+    """Yield the environment of a job with two ranks on one node; `requeued` logs its requeues."""
     programs = tmp_path / "bin"
     programs.mkdir()
     play("srun", 'exec "$@"', tmp_path)
@@ -26,11 +26,10 @@ def cluster(tmp_path):
     play("scontrol", requeues, tmp_path)
     path = os.pathsep.join([str(programs), str(Path(sys.executable).parent), os.environ["PATH"]])
     slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "here", "SLURM_NNODES": "1"}
-    # gloo, and a core for each rank
-    slurm |= {"SLURM_GPUS_ON_NODE": "2", "OMP_NUM_THREADS": "1"}
+    slurm |= {"SLURM_GPUS_ON_NODE": "2", "OMP_NUM_THREADS": "1"}  # gloo, one core per rank
     with socket.socket() as held:
-        # Bound, so that the system gives the port to nobody else. With this option on both, as
-        # torch's store sets it, another socket may listen there.
+        # The bound socket reserves the port. torch's store can listen there too, since both
+        # sockets set this option.
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind(("", 0))
         port = str(held.getsockname()[1])
@@ -38,7 +37,7 @@ def cluster(tmp_path):
 
 
 def play(name, text, folder):
-    """Put lines of a shell in the place of one of Slurm's programs."""
+    """Write a shell script in place of a Slurm program."""
     program = folder / "bin" / name
     program.write_text(f"#!/bin/bash\n{text}\n")
     program.chmod(0o755)
@@ -62,7 +61,7 @@ def records_of(folder):
 
 
 @pytest.mark.slow
-def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_one_that_is_done_is_not(
+def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_a_finished_job_is_not(
     small, cluster, tmp_path
 ):
     folder, waits = tmp_path / "run", tmp_path / "waits"
@@ -94,7 +93,7 @@ def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_one_that_is_done
 
 
 def test_a_job_that_fails_is_not_requeued(small, cluster, tmp_path):
-    """Its run log ends with what it did last, and srun with its status."""
+    """The run log does not end with a stop request, and the script returns srun's status."""
     folder = tmp_path / "run"
     (folder / "adaptive_batch").mkdir(parents=True)
     (folder / "adaptive_batch" / "run.jsonl").write_text('{"kind": "step"}\n')

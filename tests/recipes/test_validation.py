@@ -1,4 +1,4 @@
-"""Validation during training has the loss of other rows and leaves no trace in training."""
+"""Validation during training logs its loss and does not change training."""
 
 import re
 
@@ -10,7 +10,7 @@ VALIDATED = (
     f"dataset_val.lengths={LENGTHS}",
     "run_val_every_n_steps=2",
 )
-STEPS = ("batch_size=8", "epochs=1")  # four of them
+STEPS = ("batch_size=8", "epochs=1")  # four per epoch
 DROPOUT = "model.attn_dropout=0.2"
 
 
