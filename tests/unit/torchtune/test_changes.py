@@ -1,4 +1,4 @@
-"""Single changes of a configuration that an estimate tries."""
+"""Single changes of a configuration that an estimate suggests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from adaptive_batch.torchtune.changes import candidates
 
 
 def budgets(*changed, world_size=1):
-    """The budgets of activations among the changes."""
+    """Return the activation memory budgets among the changes."""
     demo = OmegaConf.load(config_files()["demo_cpu"])
     cfg = OmegaConf.merge(demo, OmegaConf.from_dotlist(list(changed)))
     model = FullModel().skeleton(cfg, dtype=torch.float32)
@@ -28,7 +28,7 @@ def typed(name, **model):
     return [one.overrides[0] for one in candidates(cfg, skeleton, tokens=64, world_size=8)]
 
 
-def test_a_base_of_four_bits_is_asked_of_the_builder():
+def test_a_quantized_base_is_suggested_with_an_argument_or_another_builder():
     qwen = "torchtune.models.qwen2_5.lora_qwen2_5_7b_base"
     assert "model.quantize_base=True" in typed("llama3_2_1B_lora", _component_=qwen)
     whole = typed("llama3_2_1B_lora", _component_=qwen, quantize_base=True)
@@ -37,7 +37,7 @@ def test_a_base_of_four_bits_is_asked_of_the_builder():
     assert "model=torchtune.models.llama3_2.qlora_llama3_2_1b" in llama
 
 
-def test_budgets_of_activations_below_the_configured_one_are_tried_under_compile():
+def test_lower_activation_memory_budgets_are_suggested_with_compile():
     compiled = ("device=cuda", "compile=True")
     assert budgets(*compiled) == [0.5, 0.3, 0.15]
     assert budgets(*compiled, "activation_memory_budget=0.3") == [0.15]

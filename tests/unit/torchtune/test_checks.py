@@ -1,4 +1,4 @@
-"""Configs of other recipes are refused before anything loads, in training, probe and plan."""
+"""Checks of a configuration before data and weights load."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ OTHER_BLOCKS = {
 }
 
 
-def test_compile_is_off_where_it_is_missing_as_in_torchtunes_recipe():
+def test_compile_defaults_to_false_as_in_torchtunes_recipe():
     cfg = SMALL.config()
     del cfg.compile
     job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
     assert job.cfg.compile is False
-    assert cfg.compile is False  # the recipe reads it too
+    assert cfg.compile is False  # the recipe also reads this object
 
 
 @pytest.mark.parametrize("key", TO_TRAIN)
-def test_a_key_that_is_missing_is_named(key):
+def test_the_error_names_a_missing_key(key):
     cfg = SMALL.config()
     del cfg[key]
     with pytest.raises(SettingError, match=f"^{key}=None: it is missing; give "):
         Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)))
 
 
-# By key, values for which the whole configuration is refused before the data are read.
+# Invalid values of each key.
 REFUSED = {
     "output_dir": ["${nowhere}/x"],
     "dataset.source": ["${no.where}"],
@@ -108,7 +108,7 @@ REFUSED = {
 @pytest.mark.parametrize(
     ("key", "value"), [(key, value) for key, values in REFUSED.items() for value in values], ids=str
 )
-def test_a_value_that_cannot_be_used_is_refused_by_its_key_or_its_block(key, value):
+def test_an_invalid_value_is_refused_by_its_key_or_its_block(key, value):
     cfg = OmegaConf.merge(SMALL.config(), OTHER_BLOCKS)
     OmegaConf.update(cfg, key, value, merge=False, force_add=True)
     with pytest.raises(SettingError) as refused:
@@ -118,13 +118,13 @@ def test_a_value_that_cannot_be_used_is_refused_by_its_key_or_its_block(key, val
 
 
 def built(cfg):
-    """All that is built before weights load."""
+    """Build the objects that a job builds before weights load."""
     job = Job(cfg, Settings.from_config(OmegaConf.to_container(cfg)), task=NextTokens)
     job.check_model()
     job.optimizer_of_one_weight()
 
 
-def test_activations_are_offloaded_only_where_torchtune_chooses_cuda(monkeypatch):
+def test_activation_offloading_requires_cuda(monkeypatch):
     offloaded = {"enable_activation_checkpointing": True, "enable_activation_offloading": True}
     cfg = OmegaConf.to_container(SMALL.config()) | offloaded | {"device": None}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -135,19 +135,19 @@ def test_activations_are_offloaded_only_where_torchtune_chooses_cuda(monkeypatch
 
 
 @pytest.mark.parametrize("given", [None, "", 3, ["a"]])
-def test_an_output_dir_that_is_no_folder_is_refused(given):
+def test_an_invalid_output_dir_is_refused(given):
     with pytest.raises(SettingError, match=r"^output_dir=.*: give a folder of yours"):
         check_output_dir(given)
 
 
-def test_a_norm_may_be_written_as_torchtune_takes_it():
-    """Its recipes document `inf`, by which norms are logged and nothing is clipped."""
+def test_clip_grad_norm_accepts_strings_as_in_torchtune():
+    """torchtune's recipes document `inf`, which logs norms without clipping."""
     cfg = OmegaConf.to_container(SMALL.config())
     assert Settings.from_config(cfg | {"clip_grad_norm": "inf"}).clip_grad_norm == float("inf")
     assert Settings.from_config(cfg | {"clip_grad_norm": "1.0"}).clip_grad_norm == 1.0
 
 
-def test_only_errors_of_the_configuration_are_errors_of_ours():
+def test_plainly_converts_only_errors_of_the_configuration():
     assert plainly(KeyError("model")) is None
     ours = SettingError("a", 1, "b")
     assert plainly(ours) is ours
@@ -173,18 +173,18 @@ PLAN = {"tensor_parallel_plan": {"_component_": "a.b"}}
     ],
     ids=str,
 )
-def test_a_key_for_ranks_that_cannot_be_used_is_refused(key, keys):
+def test_an_invalid_key_for_ranks_is_refused(key, keys):
     with pytest.raises(SettingError) as refused:
         check_parallel(OmegaConf.create(OPTIMIZER | keys), world_size=8)
     assert refused.value.key == key
 
 
-def test_one_process_ignores_what_is_for_many():
+def test_one_process_ignores_keys_for_ranks():
     cfg = OmegaConf.create(OPTIMIZER | {"tensor_parallel_dim": 1, "fsdp_cpu_offload": True})
     assert check_parallel(cfg, world_size=1) == 1
 
 
-def test_a_function_that_answers_differently_is_refused_with_the_rank(monkeypatch):
+def test_a_function_that_returns_another_value_on_a_rank_is_refused_with_the_rank(monkeypatch):
     monkeypatch.setattr(distributed, "all_gather", lambda mine: [mine, {"f in epoch 1": "9"}])
     with pytest.raises(GrowthFunctionError, match="f in epoch 1 is 9 on rank 1 but 8 on rank 0"):
         raise_if_answers_differ({"f in epoch 1": 8})
@@ -195,7 +195,7 @@ def test_a_difference_between_ranks_is_named_with_both_values():
     assert list(differences(mine, first)) == [("batch_size", "3", "4"), ("epochs", "nothing", "2")]
 
 
-def test_fewer_ranks_are_refused_where_a_step_cannot_be_split(monkeypatch):
+def test_fewer_ranks_are_refused_if_steps_cannot_be_split(monkeypatch):
     cfg = OmegaConf.to_container(SMALL.config())
     in_backward = {
         "optimizer_in_bwd": True,

@@ -1,4 +1,4 @@
-"""A key that nothing reads is named, and refused where it is close to one that is read."""
+"""Unread keys: a probable misspelling is refused, and another key is reported without effect."""
 
 import pytest
 from omegaconf import OmegaConf
@@ -26,18 +26,18 @@ PLAIN = {
         ("accumulation_steps", "gradient_accumulation_steps"),
         ("Epochs", "epochs"),
         ("optimizer_lr", "optimizer"),
-        # the signs of other command lines
+        # Hydra's prefix.
         ("++batch_size", "batch_size"),
     ],
 )
-def test_a_key_that_is_nearly_one_that_is_read_is_refused_with_that_one(key, meant):
+def test_a_misspelled_key_is_refused_with_the_key_that_is_probably_meant(key, meant):
     with pytest.raises(SettingError) as refused:
         Settings.from_config(PLAIN | {key: 1})
     assert str(refused.value) == f"{key}=1: there is no such key; {meant} is probably meant"
 
 
 @pytest.mark.parametrize("key", ["my_note", "data_dir", "learning_rate", "my notes", "ключ"])
-def test_a_users_own_key_is_named_as_without_effect(key):
+def test_an_unread_key_is_reported_without_effect(key):
     config = PLAIN | {key: 1}
     said = without_effect(Settings.from_config(config), config)
     assert said == {key: f"{key} has no effect: nothing reads it"}
@@ -57,7 +57,7 @@ REFERRED = {"resume": {"inner": "1"}, "my-output_dir": "here"}
         ("${oc.select:my-output_dir,1}", "resume"),
     ],
 )
-def test_a_key_that_another_refers_to_is_read(reference, unused):
+def test_a_referenced_key_counts_as_read(reference, unused):
     tokenizer = {"path": ["x", {"y": reference}]}
     assert unread(Settings, OmegaConf.create(PLAIN | REFERRED | {"tokenizer": tokenizer})) == [
         unused
@@ -86,5 +86,5 @@ def test_a_removed_function_is_refused_with_its_replacement(is_block):
     assert REMOVED[FUNCTION] in str(refused.value)
 
 
-def test_no_key_that_is_read_is_in_the_table():
+def test_removed_keys_are_not_settings():
     assert not {*keys_of(Settings)} & {*REMOVED}

@@ -1,4 +1,4 @@
-"""Offloading of activations on fake tensors, where torchtune's own code says what stays."""
+"""Activation offloading on fake tensors, which runs torchtune's code."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from adaptive_batch.estimate.allocator import STREAM
 from adaptive_batch.torchtune.estimates import offloading_fake_tensors
 
 OPERATIONS = 12
-# Tensors that torchtune keeps until their copies are sure to be made.
+# Tensors that torchtune keeps on the device until their copies are complete.
 STASHED = 5
 
 
 @pytest.mark.parametrize(
     ("elements", "kept", "brought_back"),
-    # Of 1024 bytes on. Backward begins with the last, which is still there.
+    # torchtune offloads tensors of 1024 bytes or more. The last one stays on the device.
     [(256, STASHED, OPERATIONS - 1), (255, OPERATIONS, 0)],
 )
 def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
@@ -26,8 +26,7 @@ def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
     num_bytes = 4 * elements
     with FakeDevice().counting() as counter:
         leaf = torch.ones(elements, requires_grad=True)
-        # Each operation keeps its result for backward.
-        result = leaf
+        result = leaf  # exp keeps its result for backward
         with offloading_fake_tensors():
             with OffloadActivations():
                 for _ in range(OPERATIONS):
@@ -35,7 +34,6 @@ def test_only_the_last_offloaded_tensors_are_on_the_device_until_backward(
             assert counter.live_bytes == (1 + kept) * num_bytes
             result.sum().backward()
         del result
-        # The leaf and its gradient.
-        assert counter.live_bytes == 2 * num_bytes
+        assert counter.live_bytes == 2 * num_bytes  # the leaf and its gradient
         log = counter.phase(()).log
     assert sum(entry > STREAM for entry in log) == brought_back

@@ -21,7 +21,7 @@ class Layer(nn.Linear):
 
 
 def bytes_kept_within(budget):
-    """Return what a layer keeps for backward that is compiled for a job."""
+    """Return the bytes that a layer keeps for backward if a job with this budget compiles it."""
     cfg = OmegaConf.load(config_files()["demo_cpu"])
     cfg.merge_with({"compile": True, "activation_memory_budget": budget})
     Job(cfg, Settings.from_config(cfg))
@@ -38,7 +38,7 @@ def bytes_kept_within(budget):
     return sum(kept.values())
 
 
-def test_an_unknown_device_is_refused_with_those_that_can_be_given():
+def test_an_unknown_device_is_refused():
     cfg = OmegaConf.load(config_files()["demo_cpu"])
     cfg.device = "meta"
     with pytest.raises(SettingError, match="sees no such device"):
@@ -46,7 +46,7 @@ def test_an_unknown_device_is_refused_with_those_that_can_be_given():
 
 
 @pytest.mark.parametrize("budgets", [(1.0, 0.0), (0.0, 1.0)])
-def test_a_model_is_compiled_within_the_budget_of_its_own_job(budgets):
+def test_a_model_is_compiled_with_the_budget_of_its_job(budgets):
     torch.compiler.reset()
     before = functorch_config.activation_memory_budget
     with restored_compiler():

@@ -1,4 +1,4 @@
-"""A search on real trials."""
+"""Searches with real trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from adaptive_batch.torchtune.configuration import merged
 
 
 def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[LimitFinder, Trainer]:
-    """Prepare searches in a fresh folder of a run that began on ``began_on`` ranks."""
+    """Prepare searches in a new folder for a run that began on ``began_on`` ranks."""
     given = [f"output_dir={small.fresh_folder()}", "probe.round_to_power_of_two=False", *overrides]
     cfg = merged(OmegaConf.load(small.config), given)
     job = Job(cfg, Settings.from_config(cfg))
@@ -29,7 +29,7 @@ def searched(small: SmallSetup, *overrides: str, began_on: int = 1) -> ProbeResu
     return finder.search_training(trainer, length="longest")
 
 
-def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: SmallSetup) -> None:
+def test_trials_hold_gradients_if_a_rank_takes_the_rows_of_another(small: SmallSetup) -> None:
     options = ("probe.device_memory=6MiB", "probe.cache=False")
     whole = searched(small, *options)
     several = searched(small, *options, "gradient_accumulation_steps=2")
@@ -37,7 +37,7 @@ def test_a_rank_that_holds_the_rows_of_another_is_tried_beside_gradients(small: 
     assert holds_more.max_batch_size == several.max_batch_size < whole.max_batch_size
 
 
-def test_searches_leave_the_limits_to_their_caller(small: SmallSetup) -> None:
+def test_a_search_does_not_set_the_bounds_of_sizers(small: SmallSetup) -> None:
     finder, trainer = set_up(small, *LORA, *write_pairs(small), "reference_micro_batch_size=auto")
     assert finder.search_training(trainer, length="longest").max_batch_size
     assert finder.search_reference(trainer, batch_size=2).max_batch_size

@@ -1,4 +1,4 @@
-"""A model without memory takes as many operations whatever its size."""
+"""Fused RMS norms compute torchtune's norms and keep their weights."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("dtype", "within"), [(torch.float32, 0.0), (torch.bfloat16, 2**-7), (torch.float64, 1e-5)]
 )
-def test_the_norm_is_torchtunes_to_rounding(dtype, within):
+def test_the_fused_norm_equals_torchtunes_norm_up_to_rounding(dtype, within):
     torch.manual_seed(0)
     plain, fused = RMSNorm(64).to(dtype), FusedRMSNorm(64).to(dtype)
     nn.init.normal_(plain.scale)
@@ -31,7 +31,7 @@ def test_the_norm_is_torchtunes_to_rounding(dtype, within):
     torch.testing.assert_close(fused(rows), plain(rows), rtol=within, atol=within)
 
 
-def test_all_norms_of_a_model_are_replaced_and_keep_their_weights():
+def test_all_norms_of_a_model_are_replaced_with_the_same_parameter_names():
     cfg = OmegaConf.create({"model": LLAMA, "fused_rms_norm": True})
     fused = FullModel().skeleton(cfg, dtype=torch.bfloat16)
     plain = FullModel().skeleton(OmegaConf.create({"model": LLAMA}), dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""An export is complete or absent: one that is killed anywhere leaves the export before it."""
+"""An export is complete or absent: a killed export leaves the previous export."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from adaptive_batch.torchtune.model_files import Export, ModelFiles, exports_in
 
 @pytest.fixture
 def block(small, tmp_path):
-    """The `checkpointer` block of a run in a folder of its own."""
+    """Return the `checkpointer` block of a run in a new folder."""
     cfg = OmegaConf.load(small.config)
     cfg.output_dir = str(tmp_path / "out")
     OmegaConf.resolve(cfg)
@@ -31,7 +31,7 @@ def out(block, tmp_path):
 
 
 def export(block, value, **more):
-    """Export epoch 0 with weights that all have a value."""
+    """Export epoch 0 with weights that all have the value `value`."""
     files = ModelFiles(block)
     weights = {
         name: torch.full_like(tensor, float(value)) for name, tensor in files.load_weights().items()
@@ -46,13 +46,13 @@ def value_of(out):
     return value
 
 
-def test_an_export_carries_its_run(block, out):
+def test_an_export_records_its_run(block, out):
     assert exports_in(out) == [Export(out / "epoch_0", "a", 8, 2)]
     assert value_of(out) == 4
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"other": 1}), None])
-def test_an_export_without_a_manifest_is_of_an_unknown_run(out, content):
+def test_an_export_without_a_valid_manifest_has_an_unknown_run(out, content):
     manifest = out / "epoch_0" / "adaptive_batch.json"
     manifest.unlink()
     if content is not None:
@@ -68,10 +68,12 @@ def test_only_folders_of_epochs_are_exports(out):
 
 
 class Killed(BaseException):
-    """A kill, after which nothing on the disk changes."""
+    """A kill: no later operation changes the disk."""
 
 
-def test_an_export_that_is_killed_anywhere_leaves_one(block, out, tmp_path, monkeypatch):
+def test_a_kill_during_an_export_leaves_the_old_or_the_new_export(
+    block, out, tmp_path, monkeypatch
+):
     """Kill it before each operation that renames or removes a folder."""
     before, found = tmp_path / "before", set()
     shutil.copytree(out, before)
@@ -114,14 +116,14 @@ def test_an_export_that_is_killed_anywhere_leaves_one(block, out, tmp_path, monk
         ("model_type", "QWEN9", "give one of .*QWEN2"),
     ],
 )
-def test_a_base_that_is_not_there_is_named_with_its_key(block, key, value, told):
+def test_an_invalid_base_is_refused_by_its_key(block, key, value, told):
     block[key] = value
     with pytest.raises(SettingError, match=told) as error:
         ModelFiles(block)
     assert error.value.key in ("checkpointer", f"checkpointer.{key}")
 
 
-def test_a_file_that_is_not_there_is_named(block):
+def test_the_error_names_a_missing_file(block):
     block.checkpoint_files = ["nothing.safetensors"]
     with pytest.raises(SettingError, match=r"No file with name: nothing\.safetensors found in "):
         ModelFiles(block)

@@ -1,4 +1,4 @@
-"""The rates that a schedule begins from, where a run resumes."""
+"""Base learning rates of a schedule when a run resumes."""
 
 import torch
 from torch.optim import SGD
@@ -21,7 +21,7 @@ def third(step):
     return 1 / (1 + step / 3)
 
 
-def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tensor():
+def test_each_group_returns_to_its_base_rate_and_a_tensor_changes_in_place():
     one = optimizer(0.5, 0.25)
     one.param_groups[1]["lr"] = kept = torch.tensor(0.25)
     scheduler = StepLR(one, 1)
@@ -33,8 +33,8 @@ def test_each_group_is_set_back_to_its_own_base_rate_in_place_where_it_is_a_tens
     assert one.param_groups[1]["lr"] is kept
 
 
-def test_optimizers_in_backward_that_were_saved_without_a_base_take_the_first_ones():
-    """As torchtune saves them: only the scheduler's own optimizer knows the base."""
+def test_optimizers_in_backward_without_a_base_rate_use_that_of_the_first():
+    """torchtune saves the base rate only in the scheduler's optimizer, the first one."""
     several = [optimizer(0.1) for _ in range(3)]
     LambdaLR(several[0], third)
     for one in several:

@@ -1,4 +1,4 @@
-"""A run that ended on all ranks leaves facts for its next start, and for no other run."""
+"""A run that ended on all ranks records the reason for its next start only."""
 
 import json
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def path(tmp_path):
     return tmp_path / "adaptive_batch" / "lost.json"
 
 
-def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_path, path):
+def test_a_limit_is_restored_only_under_the_same_conditions(tmp_path, path):
     end(tmp_path, error="connection reset")
     assert not path.exists()
     end(tmp_path, limit=12, unit="rows", doing="a step")
@@ -39,7 +39,7 @@ def test_a_limit_is_known_to_the_run_that_resumes_under_the_same_conditions(tmp_
     assert "doing" not in json.loads(path.read_text())
 
 
-def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
+def test_recorded_trials_are_restored_only_for_the_same_search(tmp_path):
     end(tmp_path, trial_rows=8)
     end(tmp_path, trial_rows_reference=4, limit=3, unit="tokens")
     again = lost_run(tmp_path)
@@ -50,7 +50,7 @@ def test_trials_belong_to_their_question_and_are_kept_beside_a_limit(tmp_path):
     assert other_question.limit(CONDITIONS) == MicroBatchLimit(3, "tokens")
 
 
-def test_a_new_run_in_the_folder_begins_without_it(tmp_path, path):
+def test_a_new_run_in_the_folder_deletes_the_record(tmp_path, path):
     end(tmp_path, trial_rows=8)
     assert lost_run(tmp_path, resumes=False).trial_rows("trial_rows") is None
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""A row that cannot be used is named with its dataset, and rows without a label are counted."""
+"""Errors name an invalid row and its dataset; rows without a label are counted."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from adaptive_batch.torchtune.task import NextTokens
 
 
 class Listed:
-    """Rows of a list; an error in it is raised as its row is read."""
+    """A dataset of a list of rows; reading an exception in the list raises it."""
 
     def __init__(self, rows, columns=()):
         self.rows = rows
@@ -52,11 +52,11 @@ def refusal(read):
     return refused.value
 
 
-def test_rows_that_cannot_be_read_are_named_with_the_columns_if_all_fail():
+def test_the_error_names_unreadable_rows_and_if_all_fail_the_columns():
     error = refusal(lambda: rows_of(Listed([GOOD, MISSING, GOOD]))[1])
     assert error.key == "dataset"
     assert "row 1 cannot be read" in str(error)
-    # If no row can be read, the keys are wrong.
+    # If all rows fail, the keys are wrong.
     rows = rows_of(Listed([MISSING, MISSING], columns=["input", "output"]))
     error = refusal(lambda: rows[0])
     assert "rows 0 and 1 cannot be read" in str(error)
@@ -64,7 +64,7 @@ def test_rows_that_cannot_be_read_are_named_with_the_columns_if_all_fail():
     assert "column_map" in str(error)
 
 
-def test_a_row_of_two_datasets_is_named_by_its_own():
+def test_the_error_names_the_dataset_of_a_row_in_a_concatenation():
     both = ConcatDataset([Listed([GOOD, GOOD]), Listed([GOOD, {"tokens": []}])])
     error = refusal(lambda: rows_of(both, name="first, second")[3])
     assert error.value == "second"

@@ -1,4 +1,4 @@
-"""Settings: defaults, refusals, and the searches that follow from them."""
+"""Settings: defaults, refused values, and the searches that they require."""
 
 from pathlib import Path
 
@@ -36,7 +36,7 @@ def settings(*blocks):
     return Settings.from_config(config)
 
 
-def test_null_and_absent_keys_mean_torchtunes_behaviour():
+def test_null_and_absent_keys_keep_torchtunes_behaviour():
     plain = settings()
     assert plain == settings(dict.fromkeys(OURS))
     assert plain.drop_last
@@ -45,14 +45,14 @@ def test_null_and_absent_keys_mean_torchtunes_behaviour():
     assert plain.probe == ProbeSettings()
 
 
-def test_the_tables_of_the_documentation_are_those_of_the_settings(capsys):
+def test_the_documentation_has_the_current_tables_of_keys(capsys):
     assert main(["keys"]) == 0
     page = PAGE.read_text()
     for table in capsys.readouterr().out.strip().split("\n\n"):
         assert table in page, "run: python docs/tools/keys.py"
 
 
-def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
+def test_every_key_is_documented_and_every_default_is_valid():
     for keys in (ProbeSettings, EstimateSettings, Settings):
         texts = documented(keys)
         for name, key_field in fields_of(keys).items():
@@ -62,7 +62,7 @@ def test_every_key_of_ours_is_documented_and_every_default_can_be_read():
                 assert read in (None, key_field.default)
 
 
-def test_functions_are_imported_from_classes_and_submodules_and_built_by_blocks():
+def test_functions_are_imported_by_path_or_built_from_a_block():
     assert load_function("os.path.join", key="k")("a", "b") == "a/b"
     assert load_function("collections.OrderedDict.fromkeys", key="k")
     with pytest.raises(SettingError, match="correct the name"):
@@ -149,13 +149,13 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("key", "keys"), [*REFUSED, *TOGETHER], ids=str)
-def test_a_value_that_cannot_be_used_is_refused_by_its_key(key, keys):
+def test_an_invalid_value_is_refused_by_its_key(key, keys):
     with pytest.raises(SettingError) as refused:
         settings(keys)
     assert refused.value.key == key
 
 
-def test_dependent_defaults_follow_the_keys_that_they_depend_on():
+def test_some_defaults_depend_on_other_keys():
     assert settings({"optimizer_in_bwd": True}).on_out_of_memory == "raise"
     compiled = {"activation_memory_budget": 0.5, "compile": True}
     assert settings(compiled).activation_memory_budget == 0.5
@@ -180,7 +180,7 @@ TWICE = {"gradient_accumulation_steps": 2}
         (TWICE, False, None, True),
         (AUTO, True, 2, True),
         (AUTO | LARGEST, False, 2, False),
-        # The whole step is tried as one micro-batch first.
+        # The first trial has the whole step as one micro-batch.
         (AUTO | LARGEST | TWICE, False, 4, False),
         (AUTO | LARGEST | GROWING, False, None, False),
         (AUTO | LARGEST | GROWING | {"grow_beyond_maximum": True}, False, None, True),
@@ -211,7 +211,7 @@ def test_keys_decide_which_sizes_a_search_tries(
         ({"batch_tokens": 100}, True, True, True),
         ({"sample_order": "random"}, True, False, False),
         ({"pad_to_multiple_of": 8}, True, False, False),
-        # These leave batches, and how they run, unchanged.
+        # These keys change neither batches nor micro-batches.
         ({"pad_to_multiple_of": 1, "sample_order": "dataloader"}, False, False, False),
         ({"lr_scaling": "linear", "on_out_of_memory": "raise"}, False, False, False),
         (VALIDATED | {"batch_size_val": 4}, False, False, False),
@@ -227,13 +227,13 @@ def test_keys_decide_whether_training_is_adaptive_and_needs_a_search(
     assert read.drop_last is not adaptive
 
 
-def test_validation_takes_the_configured_batch_unless_it_has_its_own():
+def test_validation_uses_batch_size_unless_batch_size_val_is_set():
     def validation(**keys):
         return settings(VALIDATED, keys)
 
     assert validation().validation_batch_size == 2
     assert validation(batch_size_val=5).validation_batch_size == 5
-    # torchtune's later recipes write -1 for all.
+    # Later recipes of torchtune use -1 for all batches.
     assert validation(max_validation_batches=-1).validated_rows(100, ranks=1) == 100
     assert validation(max_validation_batches=3).validated_rows(100, ranks=4) == 24
     assert validation(max_validation_batches=3).validated_rows(20, ranks=4) == 20
@@ -263,7 +263,7 @@ NAMED = [
 SILENT = [
     dict.fromkeys(OURS),
     ROWS_OF_TOKENS | {"batch_tokens": 100},
-    # The rate reads how often is accumulated.
+    # The learning rate depends on gradient_accumulation_steps.
     BY_TOKENS | {"lr_scaling": "sqrt"},
     {"shuffle": True, "sample_order": "random"},
     {"sample_window": 8, "sample_order": "seqlen"},
@@ -280,5 +280,5 @@ SILENT = [
 @pytest.mark.parametrize(
     ("config", "named"), [*NAMED, *((config, []) for config in SILENT)], ids=str
 )
-def test_keys_that_are_set_and_ignored_are_named(config, named):
+def test_ignored_keys_are_reported_without_effect(config, named):
     assert sorted(without_effect(settings(config), PLAIN | config)) == sorted(named)

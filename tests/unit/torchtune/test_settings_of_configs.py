@@ -1,4 +1,4 @@
-"""Each stock configuration of torchtune is taken as it is, or refused by the key that says why."""
+"""Each of torchtune's configurations is accepted unchanged, or refused by the key of its task."""
 
 from pathlib import Path
 
@@ -51,19 +51,19 @@ CONFIGS = [
     (recipe.name, found.file_path)
     for recipe in get_all_recipes()
     for found in recipe.configs
-    # Of a recipe in development the package has no file.
+    # torchtune's package lacks the files of a recipe in development.
     if (STOCK / found.file_path).exists()
 ]
 
 
-def test_every_stock_and_shipped_configuration_is_looked_at_here():
+def test_the_tables_list_every_configuration():
     assert set(NAMES) == {*MODELS, "demo_cpu"}
     recipes = [recipe for recipe, _ in CONFIGS]
     assert set(recipes) == {*TAKEN, *REFUSED}
     assert {recipe: recipes.count(recipe) for recipe in TAKEN} == TAKEN
 
 
-# Keys that torchtune's own recipes do not read either.
+# Keys that torchtune's recipes ignore too.
 UNREAD = {
     "dev/8B_full_experimental.yaml": ("memory_efficient_fsdp_wrap",),
     **dict.fromkeys(
@@ -76,7 +76,7 @@ KINDS = {"dpo": PreferencePairs, "distillation": Distillation}
 @pytest.mark.parametrize(
     ("recipe", "path"), [(recipe, path) for recipe, path in CONFIGS if recipe in TAKEN]
 )
-def test_a_stock_configuration_is_taken_as_it_is(recipe, path):
+def test_a_configuration_of_torchtune_is_accepted_unchanged(recipe, path):
     cfg = OmegaConf.load(STOCK / path)
     settings = Settings.from_config(cfg)
     assert not settings.adaptive
@@ -85,7 +85,7 @@ def test_a_stock_configuration_is_taken_as_it_is(recipe, path):
     assert tuple(without_effect(settings, cfg)) == UNREAD.get(path, ())
     if "distributed" in recipe:
         assert check_parallel(cfg, world_size=8) == cfg.get("tensor_parallel_dim", 1)
-    # Builders of vision models need torchvision.
+    # Builders of vision models require torchvision.
     if "vision" not in cfg.model._component_:
         cfg.update({"device": "cpu", "dtype": "fp32", "enable_activation_offloading": False})
         job = Job(cfg, Settings.from_config(cfg))
@@ -98,7 +98,7 @@ def test_a_stock_configuration_is_taken_as_it_is(recipe, path):
 
 
 @pytest.mark.parametrize(("recipe", "path"), [one for one in CONFIGS if one[0] in REFUSED])
-def test_a_stock_configuration_of_another_task_is_refused_by_its_key(recipe, path):
+def test_a_configuration_of_another_task_is_refused_by_its_key(recipe, path):
     with pytest.raises(SettingError) as refused:
         Settings.from_config(OmegaConf.load(STOCK / path))
     assert refused.value.key == REFUSED[recipe]
@@ -130,7 +130,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_shipped_config_is_well_formed_and_shows_our_keys_with_their_defaults(name):
+def test_a_shipped_config_is_valid_and_shows_our_keys_with_their_defaults(name):
     cfg = OmegaConf.load(config_files()[name])
     config.validate(cfg)
     if name in MODELS:

@@ -1,4 +1,4 @@
-"""Preference pairs and distillation: any split of a step has the gradient of all its rows."""
+"""Preference pairs and distillation: the gradient of a step does not depend on its split."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
         assert split.num_labels == split.rows == len(rows)
         assert layout != "packed" or split.padding_fraction == whole.padding_fraction == 0
         for name, value in whole.metrics.items():
-            # Means of logits cover padding, of which a split has less.
+            # Means of logits include padding, and a split has less padding.
             if layout == "packed" or not name.startswith("logits/"):
                 assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("job_on", "rows"), [(job_on_pairs, pairs(8)), (distilling, rows_of(8))])
-def test_a_step_that_runs_out_of_memory_is_that_of_smaller_micro_batches(job_on, rows, kind):
+def test_a_retried_step_equals_a_step_of_smaller_micro_batches(job_on, rows, kind):
     expected = job_on(kind, rows, limit=MicroBatchLimit(4))
     result = expected.run(rows)
     failures = 0
@@ -104,7 +104,7 @@ LONGEST_ROW = max(rows_of(9), key=lambda row: len(row["tokens"]))
         (distilling, LONGEST_ROW, "padded", (1, 5)),
     ],
 )
-def test_the_bound_is_that_of_brute_force(job_on, row, layout, sizes, kind):
+def test_a_search_finds_the_bound_of_brute_force(job_on, row, layout, sizes, kind):
     wired = job_on(kind, [row], layout=layout, limit=MicroBatchLimit(1))
     before = bits(wired.trainer.models.state_dict())
     runner = wired.trainer.engine
@@ -127,7 +127,7 @@ def test_the_bound_is_that_of_brute_force(job_on, row, layout, sizes, kind):
         peaks = [trial(size).peak_bytes for size in range(1, max(sizes) + 2)]
     assert peaks == sorted(set(peaks))
     for size in sizes:
-        # Holds so many rows and not one more.
+        # `size` rows fit, and one more row does not.
         budget = (peaks[size - 1] + peaks[size]) // 2
         with dry_run(budget) as trial:
             resident = trial.resident_bytes
@@ -137,7 +137,7 @@ def test_the_bound_is_that_of_brute_force(job_on, row, layout, sizes, kind):
     assert bits(wired.trainer.models.state_dict()) == before
 
 
-def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
+def test_both_answers_of_the_longest_pairs_are_filled_to_one_length():
     rows = [pair((4, 29), torch.Generator()), pair((29, 28), torch.Generator())]
     wired = job_on_pairs("LoRA", rows, limit=MicroBatchLimit(1))
     task = wired.job.task
@@ -149,9 +149,9 @@ def test_the_longest_rows_take_as_much_packed_as_any_row_of_their_length():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
+def test_the_packing_check_of_pairs_finds_a_model_that_mixes_answers(kind):
     wired = job_on_pairs(kind, pairs(2), limit=MicroBatchLimit(2))
-    # With adapters at zero the policy is its reference, and the loss that of any pair.
+    # With zero adapters the policy equals the reference, so all pairs have the same loss.
     with torch.no_grad():
         for name, parameter in wired.model.named_parameters():
             if "lora_b" in name:
@@ -161,7 +161,7 @@ def test_whether_pairs_can_be_packed_is_looked_at_in_their_answers(kind):
     assert "mix tokens by torch's" in wired.trainer.why_not_packed()
 
 
-def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
+def test_the_length_of_a_pair_counts_both_answers_after_padding():
     rows = pairs(5)
     cfg = config_of_pairs("LoRA")
     task = PreferencePairs(cfg, DPOLoss())
@@ -178,7 +178,7 @@ def test_the_tokens_of_a_row_are_both_answers_as_they_are_collated():
 
 
 def reference_calls(wired: Wired) -> list[tuple[int, int]]:
-    """Return a list to which each forward of the reference adds its pairs and its padded tokens."""
+    """Return a list that receives the pairs and the padded tokens of each reference forward."""
     calls: list[tuple[int, int]] = []
     logits = wired.trainer.reference_logits
 
@@ -192,7 +192,7 @@ def reference_calls(wired: Wired) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
+def test_separate_micro_batches_of_the_reference_do_not_change_a_step(kind, layout):
     rows = pairs(11, seed=5)
     job_on = partial(job_on_pairs, kind, rows, layout=layout, limit=MicroBatchLimit(2))
     within = job_on()
@@ -213,7 +213,7 @@ def test_a_reference_apart_changes_no_number_of_a_step(kind, layout):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
+def test_an_oom_of_the_reference_lowers_only_the_limit_of_the_reference(kind):
     rows = pairs(8)
     expected = job_on_pairs(
         kind, rows, limit=MicroBatchLimit(4), reference_limit=MicroBatchLimit(4)
@@ -250,7 +250,7 @@ def test_a_reference_that_runs_out_of_memory_lowers_its_own_limit_alone(kind):
         ("full", {"ref_checkpointer": "mine"}, "ref_checkpointer", "give a block with _component_"),
     ],
 )
-def test_keys_that_do_not_go_with_pairs_are_refused_with_a_reason(kind, keys, key, says):
+def test_keys_that_conflict_with_pairs_are_refused_with_a_reason(kind, keys, key, says):
     cfg = config_of_pairs(kind)
     settings = Settings.from_config(cfg)
     cfg.update(keys)
@@ -275,7 +275,7 @@ def mean_of_batch(
         (mean_of_batch, r"of two pairs it returns shapes \[\(\), \(\), \(\)\]"),
     ],
 )
-def test_a_loss_that_is_not_one_of_pairs_is_refused(loss, says):
+def test_a_loss_of_another_task_is_refused(loss, says):
     with pytest.raises(SettingError, match=says):
         PreferencePairs(config_of_pairs("LoRA"), loss).check_loss()
 
@@ -287,7 +287,7 @@ CHUNKED = {
 
 
 def check(cfg: DictConfig) -> Job:
-    """All that is checked of what a configuration trains."""
+    """Build the job of a configuration and check its models."""
     settings = Settings.from_config(cfg)
     job = Job(cfg, settings, task=Distillation, needs=TO_PLAN)
     job.check_model()
@@ -310,14 +310,14 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
         assert (result.micro_batches > 1) == (limit != limits[0])
         assert layout != "packed" or result.padding_fraction == 0
         assert largest_difference(expected, wired.gradients()) < EXACT
-        # Means are divided in float32, as torchtune's are.
+        # Means are computed in float32, as in torchtune.
         means = {"class_loss": float(class_loss), "kd_loss": float(kd_loss)}
         assert result.metrics == pytest.approx(means, rel=1e-6)
         loss = (1 - RATIO) * means["class_loss"] + RATIO * means["kd_loss"]
         assert result.loss == pytest.approx(loss, rel=1e-6)
 
 
-def test_the_ratio_is_torchtunes_where_none_is_given():
+def test_kd_ratio_defaults_to_that_of_torchtune():
     cfg = config_of_distillation("LoRA", kd_ratio=None)
     assert Distillation(cfg, nn.CrossEntropyLoss()).kd_ratio == 0.5
     del cfg.kd_ratio
@@ -358,7 +358,7 @@ def test_the_ratio_is_torchtunes_where_none_is_given():
     ],
     ids=str,
 )
-def test_keys_that_do_not_go_with_distillation_are_refused(kind, key, keys):
+def test_keys_that_conflict_with_distillation_are_refused(kind, key, keys):
     cfg = config_of_distillation(kind)
     cfg.update(keys)
     with pytest.raises(SettingError) as refused:
@@ -378,7 +378,7 @@ def test_keys_that_do_not_go_with_distillation_are_refused(kind, key, keys):
     ],
     ids=str,
 )
-def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed):
+def test_an_invalid_teacher_is_refused_by_its_key(changed):
     cfg = config_of_distillation("LoRA")
     cfg.teacher_model.update(changed)
     with pytest.raises(SettingError) as refused:
@@ -386,7 +386,7 @@ def test_a_teacher_that_cannot_be_one_is_refused_by_its_key(changed):
     assert refused.value.key == "teacher_model"
 
 
-def test_rows_are_as_long_as_both_models_take():
+def test_rows_are_limited_to_the_shorter_max_seq_len_of_both_models():
     cfg = config_of_distillation("LoRA")
     cfg.teacher_model.max_seq_len = 48
     job = check(cfg)
