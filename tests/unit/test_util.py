@@ -40,7 +40,7 @@ def typed(value):
 
 
 @given(left=plain, right=plain)
-def test_fingerprints_are_equal_exactly_when_the_parts_are(left, right):
+def test_fingerprints_are_equal_only_for_equal_parts(left, right):
     assert (fingerprint(left) == fingerprint(right)) == (typed(left) == typed(right))
 
 
@@ -60,7 +60,7 @@ def test_other_types_are_refused(part):
             fingerprint(nested)
 
 
-def test_a_file_is_known_by_its_content_and_a_large_one_by_size_and_time(tmp_path):
+def test_the_signature_of_a_file_is_its_content_or_for_a_large_file_size_and_time(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(b"abc")
     before = file_signature(file)
@@ -76,7 +76,7 @@ def test_a_file_is_known_by_its_content_and_a_large_one_by_size_and_time(tmp_pat
     assert file_signature(tmp_path / "absent") == file_signature("no\0name") == ["missing"]
 
 
-def test_settings_are_described_with_files_but_not_folders(tmp_path):
+def test_the_description_of_settings_contains_files_but_not_folders(tmp_path):
     file = tmp_path / "train.jsonl"
     file.write_text("{}")
     settings = {"source": "json", "files": [str(file)], "cache_dir": str(tmp_path), "limit": 3}
@@ -114,7 +114,7 @@ def test_without_a_terminal_lines_are_logged_every_ten_seconds_and_at_the_end(ca
     assert capsys.readouterr().err == ""
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_line(caplog, monkeypatch):
+def test_on_a_terminal_a_bar_replaces_log_lines(caplog, monkeypatch):
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     caplog.set_level("INFO")
     advance(4)
@@ -130,7 +130,7 @@ def test_attributes_are_restored_even_after_an_error():
     assert vars(owner) == {"kept": 1, "changed": 2}
 
 
-def test_a_file_that_cannot_be_written_is_named_in_the_error(tmp_path):
+def test_the_error_names_a_file_that_cannot_be_written(tmp_path):
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(IsADirectoryError) as failed:

@@ -1,4 +1,4 @@
-"""Resume points are whole or absent; what comes back is what was saved, to the last bit."""
+"""Checkpoints are complete or absent, and load the saved state bit for bit."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def saved_and_loaded(tmp_path, tree, small=None):
 
 
 def values(step):
-    """A small state whose every value tells its step."""
+    """Return a small state with values that encode the step."""
     return {"weight": torch.full((50, 3), float(step)), "bias": torch.full((7,), step)}
 
 
@@ -88,7 +88,7 @@ def train(model, optimizer, steps):
 
 
 OPTIMIZERS = {
-    "sgd without state": lambda p: torch.optim.SGD(p, lr=0.01),
+    "stateless sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     "adam fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
     "adamw 8 bit": lambda p: torchao.optim.AdamW8bit(p, lr=0.01),
     "adamw 4 bit": lambda p: torchao.optim.AdamW4bit(p, lr=0.01),
@@ -98,7 +98,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_goes_on_from_a_point_to_the_same_bits(tmp_path, name, asynchronous):
+def test_training_resumes_from_a_checkpoint_bit_for_bit(tmp_path, name, asynchronous):
     model, optimizer = trained(OPTIMIZERS[name])
     before = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
@@ -159,14 +159,14 @@ trees = st.recursive(
 
 @examples(25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(tree=trees, small=trees)
-def test_any_tree_comes_back_from_the_disk(tmp_path, tree, small):
+def test_a_nested_state_is_saved_and_loaded(tmp_path, tree, small):
     shutil.rmtree(tmp_path / "out", ignore_errors=True)
     found_tree, found_small = saved_and_loaded(tmp_path / "out", tree, small)
     assert_same(found_tree, tree)
     assert_same(found_small, small)
 
 
-def test_odd_tensors_come_back(tmp_path):
+def test_unusual_tensors_are_saved_and_loaded(tmp_path):
     image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     odd = {
         "bits": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
@@ -183,18 +183,18 @@ def test_odd_tensors_come_back(tmp_path):
     plain = {name: odd[name].resolve_conj().resolve_neg() for name in ("conjugate", "negative")}
     assert_same(found["odd"], odd | plain)
     assert found["odd"]["channels_last"].stride() == image.stride()
-    # Not all that a view is a part of.
+    # A view is saved without the rest of its storage.
     assert sum(path.stat().st_size for path in (tmp_path / "step_1").iterdir()) < 40_000
 
 
-def test_subclasses_of_plain_values_are_taken_for_what_they_derive_from(tmp_path):
+def test_subclasses_of_plain_values_load_as_their_base_class(tmp_path):
     tree = OrderedDict(a=np.float64(0.1), b=signal.SIGTERM)
     for found in saved_and_loaded(tmp_path, tree, tree):
         assert_same(found, {"a": 0.1, "b": int(signal.SIGTERM)})
 
 
 class Scaled(torch.Tensor):
-    """A subclass that wraps no other tensor."""
+    """A tensor subclass without an inner tensor."""
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,9 @@ class Scaled(torch.Tensor):
     ],
 )
 @pytest.mark.parametrize("which", ["tensors", "small"])
-def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, message, which):
+def test_the_error_names_an_unsupported_value_and_nothing_is_written(
+    tmp_path, tree, message, which
+):
     points = CheckpointManager(tmp_path / "out")
     with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
         points.save(1, *((tree, None) if which == "tensors" else (None, tree)))
@@ -217,12 +219,12 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_written(tmp_path, tree, me
     "tensor",
     [torch.empty(2, device="meta"), torch.eye(3).to_sparse(), torch.ones(2).as_subclass(Scaled)],
 )
-def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path, tensor):
+def test_the_error_names_an_unsupported_tensor(tmp_path, tensor):
     with pytest.raises(TypeError, match=r"^a\.0 is a (Tensor|Scaled) of layout torch\.\w+ on "):
         CheckpointManager(tmp_path).save(1, {"a": [tensor]}, None)
 
 
-def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_path):
+def test_saving_a_tensor_that_cannot_be_loaded_is_refused(tmp_path):
     save(tmp_path, 1)
     with pytest.raises(CheckpointError, match=r"could not be read again: torch.load\(weights_only"):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
@@ -230,14 +232,14 @@ def test_a_tensor_that_could_not_be_read_again_is_refused_when_it_is_saved(tmp_p
     assert hidden(tmp_path) == []
 
 
-def test_checkpoints_of_other_runs_stay(tmp_path):
+def test_checkpoints_of_other_runs_are_kept(tmp_path):
     save(tmp_path, 1, 2, run="a")
     save(tmp_path, 3, 4, run="b", keep_last=1)
     complete = checkpoints_in(tmp_path)
     assert sorted((point.run, point.step) for point in complete) == [("a", 1), ("a", 2), ("b", 4)]
 
 
-def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
+def test_a_later_save_of_a_step_replaces_the_earlier(tmp_path):
     with closing(CheckpointManager(tmp_path)) as points:
         points.save(5, values(1), {"save": 1})
         points.save(5, values(2), {"save": 2})
@@ -248,8 +250,8 @@ def test_a_step_is_replaced_by_a_later_save_of_it(tmp_path):
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([5], [])
 
 
-def test_a_kill_after_any_file_leaves_a_point_that_is_not_taken(tmp_path):
-    """Keep every prefix of the files, in their order of writing, with the last one cut short."""
+def test_a_checkpoint_that_a_kill_left_incomplete_is_passed_over(tmp_path):
+    """Keep the first files in the order of writing, and truncate the last one."""
     save(tmp_path / "whole", 1, 2)
     written = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
     for number, name in enumerate(written):
@@ -283,9 +285,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt", "resume.json"])
-def test_a_missing_file_or_a_changed_byte_anywhere_and_the_next_older_is_taken(
-    tmp_path, name, data
-):
+def test_a_checkpoint_with_a_missing_file_or_a_changed_byte_is_passed_over(tmp_path, name, data):
     if not (tmp_path / "step_2").exists():
         save(tmp_path, 1, 2)
     path = tmp_path / "step_2" / name
@@ -306,7 +306,7 @@ def test_a_missing_file_or_a_changed_byte_anywhere_and_the_next_older_is_taken(
     assert newest_complete(checkpoints_in(tmp_path))[0].step == 2
 
 
-def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
+def test_a_checkpoint_of_another_format_is_passed_over_and_kept(tmp_path):
     save(tmp_path, 1, 2)
     manifest = tmp_path / "step_2" / "resume.json"
     whole = manifest.read_text()
@@ -326,7 +326,7 @@ def test_another_format_is_passed_over_by_name_and_stays(tmp_path):
 
 
 @pytest.mark.parametrize("keep_last", [None, 1])
-def test_a_users_folder_is_neither_taken_nor_touched(tmp_path, keep_last):
+def test_a_users_folder_is_neither_loaded_nor_changed(tmp_path, keep_last):
     for name in ("step_7", "step_8", "step_x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine.txt").write_text("mine")
@@ -371,7 +371,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("name", [".metadata", "state.pt"])
-def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name):
+def test_loading_a_pickle_does_not_execute_code(tmp_path, capsys, name):
     save(tmp_path, 1)
     point, _ = newest_complete(checkpoints_in(tmp_path))
     path = tmp_path / "step_1" / name
@@ -385,16 +385,16 @@ def test_a_pickle_that_names_something_to_run_is_not_run(tmp_path, capsys, name)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_last_few_are_kept(tmp_path, asynchronous):
+def test_keep_last_deletes_older_checkpoints_of_the_run(tmp_path, asynchronous):
     save(tmp_path, 1, 2, 3, 4, 5, keep_last=2, asynchronous=asynchronous)
     assert steps_there(tmp_path) == [4, 5]
     save(tmp_path, 1, keep_last=2)  # another run in the same folder
     assert steps_there(tmp_path) == [1, 5]
-    # The newest is the last one saved, not the largest step.
+    # The newest checkpoint was saved last; its step is not the largest.
     assert newest_complete(checkpoints_in(tmp_path))[0].step == 1
 
 
-def test_broken_ones_do_not_count(tmp_path):
+def test_keep_last_does_not_count_broken_checkpoints(tmp_path):
     save(tmp_path, 1, 2, 3)
     (tmp_path / "step_2" / ".metadata").unlink()
     (tmp_path / "step_3" / "resume.json").unlink()
@@ -402,7 +402,7 @@ def test_broken_ones_do_not_count(tmp_path):
     assert steps_there(tmp_path) == [1, 2, 3, 4]
 
 
-def test_what_a_kill_left_is_removed_at_the_end_without_another_save(tmp_path):
+def test_close_removes_what_a_kill_left(tmp_path):
     save(tmp_path, 1, 2)
     (tmp_path / "step_1").rename(tmp_path / ".removed-step_1")
     CheckpointManager(tmp_path).close()
@@ -412,7 +412,7 @@ def test_what_a_kill_left_is_removed_at_the_end_without_another_save(tmp_path):
 
 @pytest.fixture
 def limit_files():
-    """Set the most bytes of a file, None for no limit; the limit of before is put back."""
+    """Return a function that limits the bytes of a file, or removes the limit if it gets None."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def limit(num_bytes):
@@ -427,7 +427,7 @@ def limit_files():
 @pytest.mark.parametrize(
     "num_bytes", [1_000_000, 100_000, 700], ids=["tensors", "state", "metadata"]
 )
-def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_works(
+def test_a_failed_write_keeps_the_last_checkpoint_and_the_next_save_works(
     tmp_path, limit_files, asynchronous, num_bytes
 ):
     points = CheckpointManager(tmp_path, keep_last=1, asynchronous=asynchronous)
@@ -449,7 +449,7 @@ def test_a_file_that_cannot_grow_leaves_the_last_point_whole_and_the_next_save_w
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, asynchronous):
+def test_tensors_may_change_as_soon_as_save_returns(tmp_path, asynchronous):
     tree = {
         "w": torch.full((2000, 500), 1.0),
         "strided": torch.ones(30, 40).t(),
@@ -478,7 +478,7 @@ def test_training_may_change_the_tensors_as_soon_as_save_returns(tmp_path, async
     assert list(tree_then) == ["w", "strided", "grown"]
 
 
-def test_where_the_host_has_no_room_for_a_copy_the_save_is_synchronous_and_raises_at_once(
+def test_without_host_memory_for_a_copy_the_save_is_synchronous_and_raises_immediately(
     tmp_path, caplog, monkeypatch
 ):
     save(tmp_path, 1)

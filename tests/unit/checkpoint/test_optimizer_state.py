@@ -1,4 +1,4 @@
-"""Optimizer states have the names of parameters and load into any form of the optimizer."""
+"""Optimizer states use parameter names and load into other arrangements of groups."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def train(model, optimizers, steps=2):
 
 @pytest.mark.parametrize("in_backward", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, in_backward):
+def test_a_loaded_state_continues_training_bit_for_bit(optimizer, in_backward):
     model, optimizers, names = trained(optimizer, in_backward=in_backward)
     file = io.BytesIO()
     torch.save(named_optimizer_state(optimizers, names), file)
@@ -76,7 +76,7 @@ def test_a_state_comes_back_to_the_bit_and_training_goes_on_with_it(optimizer, i
     assert_same(dict(again.state_dict()), dict(model.state_dict()))
 
 
-def test_one_optimizer_may_become_one_for_each_parameter():
+def test_the_state_of_one_optimizer_loads_into_one_per_parameter():
     _, optimizers, names = trained(groups=2)
     _, again, its_names = made(in_backward=True, seed=1)
     state = named_optimizer_state(optimizers, names)
@@ -86,7 +86,7 @@ def test_one_optimizer_may_become_one_for_each_parameter():
     assert [optimizer.param_groups[0]["lr"] for optimizer in again] == [0.3, 0.1, 0.3, 0.1]
 
 
-def test_a_parameter_that_was_never_stepped_has_no_state_and_needs_none():
+def test_a_parameter_without_state_is_saved_and_loaded():
     _, optimizers, names = trained()
     parameter = optimizers[0].param_groups[0]["params"][3]
     del optimizers[0].state[parameter]
@@ -116,7 +116,7 @@ def without_last(state):
         (without_last, "has no parameter 1.bias; it belongs to another model"),
     ],
 )
-def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, message):
+def test_a_state_of_other_parameters_is_refused_and_not_loaded(change, message):
     _, optimizers, names = trained()
     _, again, its_names = trained(seed=1)
     before = named_optimizer_state(again, its_names)
@@ -127,7 +127,7 @@ def test_a_state_of_other_parameters_is_refused_and_nothing_is_loaded(change, me
     assert_same(named_optimizer_state(again, its_names), before)
 
 
-def test_groups_that_would_become_one_are_refused():
+def test_loading_two_groups_into_one_is_refused():
     _, optimizers, names = trained(in_backward=True)
     _, again, its_names = made()
     with pytest.raises(
@@ -137,7 +137,7 @@ def test_groups_that_would_become_one_are_refused():
         load_named_optimizer_state(named_optimizer_state(optimizers, names), again, its_names)
 
 
-def test_an_optimizer_with_a_state_of_its_own_form_is_refused():
+def test_an_optimizer_with_an_unknown_form_of_state_is_refused():
     _, optimizers, names = made()
     optimizers[0].state_dict = lambda: {"offloaded": []}
     with pytest.raises(CheckpointError, match="AdamW does not store its state by parameter"):

@@ -28,11 +28,11 @@ def failing(error):
     raise error
 
 
-def test_one_rank_needs_no_group_and_gets_back_what_it_gave_or_the_error_itself():
+def test_one_rank_needs_no_process_group_and_gets_the_same_object_or_error():
     assert not dist.is_initialized()
     assert (distributed.world_size(), distributed.rank()) == (1, 0)
     assert distributed.is_rank_zero()
-    result = object()  # not a copy, and nothing that could be pickled on the way
+    result = object()  # cannot be pickled
     assert distributed.from_rank_zero(lambda: result) is result
     assert [f(-7) for f in (distributed.minimum, distributed.maximum)] == [-7, -7]
     assert [distributed.any_of_ranks(flag) for flag in (True, False)] == [True, False]
@@ -78,14 +78,13 @@ def names_of(attempt, store, size):
         return list(pool.map(named, range(size)))
 
 
-def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypatch):
+def test_the_ranks_of_an_attempt_agree_on_a_new_name(monkeypatch):
     monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.3))
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=0.3))
     first, second = names_of({}, store, 4), names_of({}, store, 4)
     assert len({*first}) == len({*second}) == 1
-    # ranks that had asked when rank zero ended, one that ended before it asked, and one that has
-    # heard nothing
+    # Rank 0 ends after all others asked, rank 2 before it asks, rank 1 before it reads the name.
     assert names_of({0: "set"}, store, 4) == [None, *["waited in vain"] * 3]
     assert names_of({2: "add"}, store, 4)[2] is None
     names_of({1: "get"}, store, 4)
@@ -93,7 +92,7 @@ def test_the_ranks_of_an_attempt_have_one_name_and_no_earlier_attempts(monkeypat
     assert third not in {None, "waited in vain", first[0], second[0]}
 
 
-def test_rank_zero_says_how_many_ranks_have_not_come(monkeypatch):
+def test_the_error_of_rank_zero_has_the_number_of_joined_ranks(monkeypatch):
     monkeypatch.setattr(collectives, "_JOIN", timedelta(seconds=0.1))
     with pytest.raises(RankLostError, match=r"1 of 2 ranks joined within 0:00:00\.1"):
         collectives._agree_on_name(dist.HashStore(), 0, 2)
@@ -138,7 +137,7 @@ def ranks():
     return run_on_ranks(facts_of_rank, 2)
 
 
-def test_ranks_reduce_alike_and_share_what_rank_zero_alone_computes(ranks):
+def test_all_ranks_get_the_reduced_values_and_the_result_of_rank_zero(ranks):
     assert [facts["calls"] for facts in ranks] == [[0], []]
     for facts in ranks:
         assert (facts["minimum"], facts["maximum"], facts["large"]) == (10, 11, 2**60 + 1)
@@ -155,13 +154,13 @@ def test_ranks_reduce_alike_and_share_what_rank_zero_alone_computes(ranks):
         ("SystemExit", "3"),
     ],
 )
-def test_an_error_of_rank_zero_is_raised_alike_on_every_rank(ranks, name, message):
+def test_an_error_of_rank_zero_is_raised_on_all_ranks(ranks, name, message):
     for facts in ranks:
         assert facts[name][:2] == (name, message)
     assert ranks[0][name] == ranks[1][name]  # its attributes too
 
 
-def test_an_error_that_cannot_be_sent_is_told(ranks):
+def test_an_error_that_cannot_be_sent_becomes_a_runtime_error(ranks):
     first, second = (facts["NeedsTwoArguments"][:2] for facts in ranks)
     assert first == ("NeedsTwoArguments", "1 and 2")
     assert second == ("RuntimeError", "rank 0 failed with NeedsTwoArguments: 1 and 2")

@@ -1,4 +1,4 @@
-"""A request to end is noted, and acted on by whoever asks for it; a second one ends the process."""
+"""Preemption records a request to end; a second request ends the process."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("usual_signal_handlers")
 
 
 @pytest.mark.parametrize("number", REQUESTS, ids=lambda number: number.name)
-def test_a_request_is_noted_and_the_way_of_before_is_put_back(number):
+def test_a_request_is_recorded_and_the_signal_handlers_are_restored(number):
     before = [signal.getsignal(number) for number in REQUESTS]
     with Preemption() as preemption:
         assert not preemption.requested
@@ -26,8 +26,8 @@ def test_a_request_is_noted_and_the_way_of_before_is_put_back(number):
     assert [signal.getsignal(number) for number in REQUESTS] == before
 
 
-def test_a_signal_that_is_ignored_stays_so():
-    """As SIGHUP is under nohup."""
+def test_an_ignored_signal_stays_ignored():
+    """nohup ignores SIGHUP."""
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with Preemption() as preemption:
         os.kill(os.getpid(), signal.SIGHUP)
@@ -60,7 +60,7 @@ def test_a_second_request_ends_the_process(first, second):
     assert ("Ctrl-C again stops immediately" in process.stderr) == (first == "SIGINT")
 
 
-def test_a_request_that_follows_at_once_is_the_same_where_a_launcher_hands_it_on():
+def test_a_request_that_a_launcher_repeats_within_same_within_counts_once():
     process = ended("""
         import os, signal, time
         from adaptive_batch.distributed import Preemption

@@ -1,4 +1,4 @@
-"""Axolotl's plugin adopts the trainer that it is given, with the keys of the configuration."""
+"""Axolotl's plugin adopts a trainer with the keys of the configuration."""
 
 import pytest
 from torch import nn
@@ -13,7 +13,7 @@ def trainer_in(folder):
     return Trainer(nn.Linear(2, 1), TrainingArguments(str(folder), report_to="none", use_cpu=True))
 
 
-def test_a_trainer_is_adopted_with_the_keys_that_are_given(tmp_path):
+def test_a_trainer_is_adopted_with_the_configured_keys(tmp_path):
     plugin = AdaptivePlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
     assert (module, name) == (AdaptiveConfig.__module__, "AdaptiveConfig")

@@ -1,4 +1,4 @@
-"""`adaptive-batch run` adopts the trainers of a program whose code it does not change."""
+"""`adaptive-batch run` adopts the trainers of an unchanged program."""
 
 import os
 import subprocess
@@ -51,7 +51,7 @@ def run(tmp_path, *command, **environment):
     )
 
 
-def test_a_program_trains_with_memory_for_half_of_its_batch(tmp_path):
+def test_a_program_trains_if_half_of_its_batch_fits(tmp_path):
     done = run(tmp_path, "--", sys.executable, "train.py", "output")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "Trainer 2"
@@ -60,7 +60,7 @@ def test_a_program_trains_with_memory_for_half_of_its_batch(tmp_path):
     assert "no Transformers Trainer" not in done.stderr
 
 
-def test_a_child_of_a_program_is_adopted_with_the_size_that_is_given(tmp_path):
+def test_a_child_process_is_adopted_with_the_given_size(tmp_path):
     child = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, 'train.py', 'out']))"
     done = run(tmp_path, "--micro-batch-size", "2", "--", sys.executable, "-c", child)
     assert done.returncode == 0, done.stderr
@@ -68,7 +68,7 @@ def test_a_child_of_a_program_is_adopted_with_the_size_that_is_given(tmp_path):
     assert "(micro_batch_size=2)" in done.stderr
 
 
-def test_the_exit_status_is_the_programs_and_one_line_says_that_nothing_was_adopted(tmp_path):
+def test_the_exit_status_is_that_of_the_program_and_one_line_reports_no_adoption(tmp_path):
     done = run(tmp_path, "--", sys.executable, "-c", "raise SystemExit(7)")
     assert done.returncode == 7
     assert done.stderr.splitlines() == [
@@ -102,7 +102,7 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
         (["--micro-batch-sise", "2", "--", "true"], "unrecognized arguments: --micro-batch-sise"),
     ],
 )
-def test_unusable_arguments_are_refused_before_the_program_starts(arguments, said, capsys):
+def test_invalid_arguments_are_refused_before_the_program_starts(arguments, said, capsys):
     with pytest.raises(SystemExit) as exit_:
         main(["run", *arguments])
     assert exit_.value.code == 2
@@ -110,7 +110,7 @@ def test_unusable_arguments_are_refused_before_the_program_starts(arguments, sai
 
 
 @pytest.mark.parametrize("hooks", [{}, {"ADAPTIVE_BATCH_HOOKS": "/gone/hook.py"}])
-def test_python_starts_in_silence_where_a_hook_is_gone(hooks):
+def test_python_starts_without_a_message_if_a_hook_is_missing(hooks):
     inject = Path(adaptive_batch.__file__).with_name("inject")
     done = subprocess.run(
         [sys.executable, "-c", "print(1)"],
@@ -121,6 +121,6 @@ def test_python_starts_in_silence_where_a_hook_is_gone(hooks):
     assert (done.stdout, done.stderr) == ("1\n", "")
 
 
-def test_a_program_that_cannot_be_started_is_named(capsys):
+def test_the_error_names_a_program_that_cannot_start(capsys):
     assert main(["run", "--", "no-such-program"]) == 1
     assert "no-such-program cannot be started" in capsys.readouterr().err

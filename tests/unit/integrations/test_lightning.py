@@ -1,4 +1,4 @@
-"""AdaptiveCallback trains what Lightning trains, to the bit where nothing is split."""
+"""AdaptiveCallback trains like Lightning, bit for bit if no batch is split."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OVERFLOWS = 2
 
 
 class Module(lightning.LightningModule):
-    """Classifies rows, and fails for more of them than fit."""
+    """A classifier that runs out of memory above `limit` rows."""
 
     def __init__(self, *, dropout=0.0, limit=None):
         super().__init__()
@@ -82,7 +82,7 @@ def trained(module, folder, callbacks=(), **arguments):
     [{}, {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"precision": "bf16-mixed"}],
     ids=["plain", "accumulation, clipping", "bf16"],
 )
-def test_where_nothing_is_split_it_has_lightnings_own_bits(tmp_path, arguments):
+def test_training_without_splits_equals_lightnings_bit_for_bit(tmp_path, arguments):
     plain = Module(dropout=0.1)
     trainer, weights = trained(plain, tmp_path, **arguments)
     ours = Module(dropout=0.1)
@@ -93,12 +93,12 @@ def test_where_nothing_is_split_it_has_lightnings_own_bits(tmp_path, arguments):
 
 
 class LogsMetrics(Module):
-    """Logs metrics of torchmetrics for each step and each epoch, in all the ways that it can."""
+    """Log metrics of torchmetrics in each way, per step and per epoch."""
 
     def __init__(self, **keywords):
         super().__init__(**keywords)
         self.accuracy = MulticlassAccuracy(4, average="micro")
-        # They share a state.
+        # A collection whose metrics share state.
         self.several = MetricCollection(
             [kind(4, average="micro") for kind in (MulticlassAccuracy, MulticlassF1Score)]
         )
@@ -147,7 +147,7 @@ class LogsMetrics(Module):
     ],
     ids=["whole", "out of memory", "parts", "auto"],
 )
-def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
+def test_metrics_of_a_split_step_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
     plain = LogsMetrics()
     trainer, weights = trained(plain, tmp_path)
     ours = LogsMetrics(limit=limit)
@@ -163,7 +163,7 @@ def test_metrics_logged_in_a_step_are_those_of_the_batch(tmp_path, adaptive, lim
 
 
 class Keeps(Module):
-    """Keeps numbers of a batch, and returns its inputs."""
+    """Stores numbers of each batch, and may return its inputs."""
 
     def __init__(self, *, returns_inputs=False, **keywords):
         super().__init__(**keywords)
@@ -184,7 +184,7 @@ class Keeps(Module):
         self.returned.append(outputs.keys())
 
 
-def test_other_outputs_than_the_loss_need_whole_batches(tmp_path):
+def test_outputs_other_than_the_loss_require_whole_batches(tmp_path):
     message = "training_step='returns inputs': a batch that may be split returns only the loss"
     with pytest.raises(SettingError, match=message):
         trained(Keeps(returns_inputs=True), tmp_path, [AdaptiveCallback()])
@@ -195,7 +195,7 @@ def test_other_outputs_than_the_loss_need_whole_batches(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_attributes_have_no_trace_of_trials_and_failed_attempts(tmp_path, limit, caplog):
+def test_trials_and_failed_attempts_do_not_change_attributes(tmp_path, limit, caplog):
     class KeepsLosses(Keeps):
         pass
 
@@ -216,7 +216,7 @@ class Sums(Module):
 
 
 @pytest.mark.parametrize("accumulates", [1, 2])
-def test_a_loss_that_is_declared_a_sum_is_added_up_as_it_is(tmp_path, accumulates):
+def test_a_loss_that_is_declared_a_sum_is_summed_over_micro_batches(tmp_path, accumulates):
     arguments = {"accumulate_grad_batches": accumulates}
     plain = Sums()
     trainer, weights = trained(plain, tmp_path, **arguments)
@@ -242,7 +242,7 @@ def test_manual_optimization_and_growing_batches_are_refused(tmp_path):
         AdaptiveCallback(AdaptiveArguments(batch_increase_function=lambda epoch, size: size))
 
 
-def test_hooks_after_backward_run_once_for_a_batch_with_all_of_its_gradients(tmp_path):
+def test_on_after_backward_runs_once_per_batch_with_all_gradients(tmp_path):
     class Clipping(Module):
         num_calls = 0
 
@@ -260,7 +260,7 @@ def test_hooks_after_backward_run_once_for_a_batch_with_all_of_its_gradients(tmp
     torch.testing.assert_close(weights, expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_path, monkeypatch):
+def test_a_release_of_lightning_without_required_names_is_refused(tmp_path, monkeypatch):
     from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
 
     monkeypatch.delattr(_AutomaticOptimization, "_make_backward_fn")
@@ -269,7 +269,7 @@ def test_a_release_without_the_names_that_it_needs_is_refused_in_a_sentence(tmp_
 
 
 class Scaler(torch.amp.GradScaler):
-    """Keeps the scales of all steps."""
+    """A gradient scaler that stores the scale of each step."""
 
     def __init__(self):
         super().__init__("cpu", init_scale=2.0**10, growth_interval=2)
@@ -281,7 +281,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 class Overflows(Module):
-    """Has one batch whose gradients overflow."""
+    """A module with overflowing gradients in one batch."""
 
     def training_step(self, batch, batch_idx):
         loss = super().training_step(batch, batch_idx)
@@ -290,7 +290,7 @@ class Overflows(Module):
         return loss
 
 
-def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path):
+def test_a_gradient_scaler_scales_micro_batches_and_keeps_its_sequence_of_scales(tmp_path):
     def scaled(limit, *callbacks):
         module, scaler = Overflows(limit=limit), Scaler()
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
@@ -329,7 +329,7 @@ class Masks(Metric):
 
 
 class Evaluates(LogsMetrics):
-    """Logs the same in an evaluation, and returns outputs."""
+    """Logs the same metrics in evaluations, and changes state or outputs by `kind`."""
 
     kind = "counter"
 
@@ -386,7 +386,7 @@ def evaluated(module, folder, run):
     return getattr(trainer, run)(module, DataLoader(rows(), batch_size=8))
 
 
-def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(tmp_path):
+def test_a_split_evaluation_has_the_results_of_whole_batches(tmp_path):
     for run in ("validate", "test"):
         plain, ours = Evaluates(), Evaluates(limit=3)
         (expected,) = evaluated(plain, tmp_path, run)
@@ -413,10 +413,10 @@ def test_an_evaluation_that_runs_out_of_memory_has_the_results_of_whole_batches(
         ("text", "it returns list, and only tensors can be joined"),
     ],
 )
-def test_evaluations_whose_parts_have_other_results_are_refused(tmp_path, kind, message):
+def test_evaluations_that_a_split_would_change_are_refused(tmp_path, kind, message):
     module = Evaluates(limit=4)
     module.kind = kind
-    # Sums over earlier batches hide nothing.
+    # Large sums over earlier batches must not hide a difference.
     module.updated.update(torch.zeros(5000))
     module.register_buffer("buffer", torch.zeros(()))
     with pytest.raises(DoesNotFitError, match=f"{message}; lower batch_size of the DataLoader"):

@@ -1,4 +1,4 @@
-"""Logs of parts are reduced to the value of the batch."""
+"""Logged values of micro-batches are reduced to the value of the batch."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ NAN = math.nan
         ([1.0, 5.0], "sum", 6.0),
         ([1, 5], "min", 1),
         ([torch.tensor(1.0), torch.tensor([5.0])], "max", 5.0),
-        # A part may have nothing that a metric is taken over.
+        # NaN is the metric of a micro-batch without relevant rows.
         ([NAN, 5.0], "mean", 5.0),
         ([NAN, 5.0], "min", 5.0),
         (["one", "two"], "mean", "two"),
         ([None, 5.0], "sum", 5.0),
     ],
 )
-def test_numbers_are_reduced_and_the_last_of_other_values_is_kept(values, reduction, expected):
+def test_numbers_are_reduced_and_of_other_values_the_last_is_kept(values, reduction, expected):
     assert over_parts(values, [0.25, 0.75], reduction) == expected
 
 
-def test_a_value_that_no_part_has_stays_none():
+def test_the_reduction_of_only_nan_is_nan():
     for reduction in ("mean", "min"):
         assert math.isnan(over_parts([NAN, NAN], [0.25, 0.75], reduction))
 
@@ -54,7 +54,7 @@ def logs_of(holder):
 
 
 class Refuses(OrderedDict):
-    """Can be filled but not changed, as ModelOutput of Transformers."""
+    """A mapping that refuses `update` and `clear`, like ModelOutput in Transformers."""
 
     def update(self, *arguments, **keywords):
         raise TypeError
@@ -62,7 +62,7 @@ class Refuses(OrderedDict):
     clear = update
 
 
-def test_attributes_get_their_objects_and_contents_back():
+def test_a_snapshot_restores_attributes_and_their_contents():
     total = torch.zeros(2)
     with torch.inference_mode():
         of_evaluation = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""AdaptiveTrainer trains what Trainer trains, to the bit where nothing is split."""
+"""AdaptiveTrainer trains like Trainer, bit for bit if no batch is split."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from adaptive_batch.integrations.transformers import AdaptiveArguments, Adaptive
 from adaptive_batch.integrations.transformers_batches import by_pairs
 
 NUM_ROWS = 24
-# More than any machine has: allocating it is an out-of-memory error.
+# Bytes whose allocation is an out-of-memory error on every machine.
 TOO_MUCH = 2**50
 
 
@@ -51,7 +51,7 @@ def llama(dropout=0.0):
 
 
 class MeanOfRows(nn.Module):
-    """A model whose loss is a mean over rows, whatever Trainer counts."""
+    """A model whose loss is a mean over rows and ignores Trainer's number of items."""
 
     def __init__(self):
         super().__init__()
@@ -63,7 +63,7 @@ class MeanOfRows(nn.Module):
 
 
 def trainer_of(kind, folder, model=None, data=None, collator=collate, **arguments):
-    """Return a trainer on the CPU, which evaluates the rows that it trains on."""
+    """Return a trainer on the CPU that evaluates its training rows."""
     adaptive = arguments.pop("adaptive", None)
     defaults = {
         "per_device_train_batch_size": 6,
@@ -99,7 +99,7 @@ def trained(kind, folder, model=None, *, resume=None, **given):
 
 
 def assert_trains_alike(run, plain, rel=None):
-    """Assert that two runs have the same losses and weights, to the bit or to rounding."""
+    """Assert that losses and weights are equal, exactly or within a relative difference."""
     if rel is None:
         assert run.losses == plain.losses
         assert torch.equal(run.weights, plain.weights)
@@ -109,12 +109,12 @@ def assert_trains_alike(run, plain, rel=None):
 
 
 def in_parts(kind):
-    """Return a trainer of somebody else's that runs in parts."""
+    """Return a class that combines another trainer with AdaptiveTrainer."""
     return type(f"{kind.__name__}InParts", (kind, AdaptiveTrainer), {})
 
 
 def limited(model, num_rows, *, in_training=False):
-    """Return a model that runs out of memory above so many rows, in training or in evaluation."""
+    """Make a model run out of memory above `num_rows` rows, in training or in evaluation."""
     forward = model.forward
     model.num_evaluations = 0
 
@@ -144,20 +144,20 @@ def fails_above(num_rows):
     ],
     ids=["accumulation", "checkpointing, bf16", "clipping, a worker", "its own sampler"],
 )
-def test_where_nothing_is_split_it_has_trainers_own_bits(tmp_path, arguments):
+def test_training_without_splits_equals_trainers_bit_for_bit(tmp_path, arguments):
     plain = trained(Trainer, tmp_path, llama(dropout=0.1), **arguments)
     assert_trains_alike(trained(AdaptiveTrainer, tmp_path, llama(dropout=0.1), **arguments), plain)
 
 
 class ScalesLoss(Trainer):
-    """A trainer of somebody else's."""
+    """A user's trainer."""
 
     def compute_loss(self, *arguments, **keywords):
         return 2 * super().compute_loss(*arguments, **keywords)
 
 
 @pytest.mark.parametrize("kind", [Trainer, ScalesLoss])
-def test_a_trainer_that_is_built_is_adopted_once(tmp_path, kind):
+def test_an_existing_trainer_is_adopted_once(tmp_path, kind):
     def adopted(*arguments, adaptive=None, **keywords):
         trainer = kind(*arguments, **keywords)
         assert adopt(trainer, adaptive) is trainer
@@ -178,7 +178,7 @@ def test_a_trainer_that_is_built_is_adopted_once(tmp_path, kind):
 
 
 @pytest.mark.parametrize("keys", [(), ("return_flash_attn_kwargs",), ("return_seq_idx",)])
-def test_rows_that_a_collator_flattens_are_split_between_them(tmp_path, keys):
+def test_flattened_rows_are_split_at_row_boundaries(tmp_path, keys):
     data = [{**row, "labels": row["input_ids"]} for row in rows()]
     collator = DataCollatorWithFlattening(**dict.fromkeys(keys, True))
     given = {"data": data, "collator": collator}
@@ -192,7 +192,7 @@ def test_rows_that_a_collator_flattens_are_split_between_them(tmp_path, keys):
 
 
 class KeepsAnswers(Trainer):
-    """Cuts a batch to its longest answer as it is prepared, as ms-swift's trainers do."""
+    """Cuts a prepared batch to its longest answer, like ms-swift's trainers."""
 
     def _prepare_inputs(self, inputs):
         inputs = super()._prepare_inputs(inputs)
@@ -210,7 +210,7 @@ def answers(features):
     return batch
 
 
-def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
+def test_micro_batches_are_cut_to_their_longest_answer(tmp_path):
     given = {"collator": answers}
     plain = trained(KeepsAnswers, tmp_path, **given)
     assert_trains_alike(trained(in_parts(KeepsAnswers), tmp_path, **given), plain)
@@ -225,7 +225,7 @@ def test_parts_are_cut_to_their_own_longest_answer(tmp_path):
     assert_trains_alike(run, plain, rel=2e-6)
 
 
-def test_a_batch_without_a_label_changes_nothing(tmp_path):
+def test_a_batch_without_labels_does_not_change_weights(tmp_path):
     adaptive = AdaptiveArguments(micro_batch_size=2)
 
     def collate_without_labels(features):
@@ -240,7 +240,7 @@ def test_a_batch_without_a_label_changes_nothing(tmp_path):
 
 
 class MeanOfLabels(MeanOfRows):
-    """Takes the number of labels, as Transformers' models do, and leaves its loss a mean."""
+    """Accepts the number of labels, like models of Transformers, but ignores it."""
 
     def forward(self, x, labels, **counts):
         return super().forward(x, labels)
@@ -254,7 +254,7 @@ class SumOfRows(MeanOfRows):
 
 
 class SumForCTC(SumOfRows):
-    """A model named as Transformers' CTC models, whose configuration names a sum."""
+    """A model with the name of a CTC model in Transformers and `ctc_loss_reduction="sum"`."""
 
     config = PreTrainedConfig(ctc_loss_reduction="sum")
 
@@ -275,7 +275,7 @@ def regression_rows(target):
         (SumForCTC, "auto"),
     ],
 )
-def test_a_loss_is_a_mean_over_rows_or_is_declared_a_sum(tmp_path, model, reduction, accumulates):
+def test_loss_reduction_must_match_the_loss(tmp_path, model, reduction, accumulates):
     given = {
         "data": regression_rows("labels" if model is MeanOfLabels else "y"),
         "collator": default_data_collator,
@@ -311,7 +311,7 @@ class Reached(AdaptiveTrainer, StepsAlone):
 
 
 @pytest.mark.parametrize(("kind", "warnings"), [(Bypassed, 1), (Reached, 0)])
-def test_a_training_step_that_leaves_ours_out_is_warned_of_once(tmp_path, caplog, kind, warnings):
+def test_a_training_step_that_bypasses_ours_causes_one_warning(tmp_path, caplog, kind, warnings):
     trainer, *_ = trained(kind, tmp_path)
     trainer.train()
     assert caplog.text.count("does not call AdaptiveTrainer.training_step") == warnings
@@ -331,13 +331,13 @@ def test_a_training_step_that_leaves_ours_out_is_warned_of_once(tmp_path, caplog
         ({"options": StepOptions(max_grad_norm=1.0)}, "max_grad_norm=1.0: only AdaptiveLoop"),
     ],
 )
-def test_arguments_are_checked_as_they_are_given(given, message):
+def test_invalid_arguments_are_refused(given, message):
     with pytest.raises(SettingError, match=message):
         AdaptiveArguments(**given)
 
 
 class LogsInItsLoss(Trainer):
-    """Logs, counts and collects numbers of a batch, as TRL's trainers do."""
+    """Logs, counts and collects numbers of a batch, like TRL's trainers."""
 
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
@@ -389,7 +389,9 @@ class LogsInItsLoss(Trainer):
     ],
     ids=["whole", "out of memory", "parts", "auto"],
 )
-def test_logs_and_counts_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, limit, num_parts):
+def test_logs_and_counts_of_a_split_loss_are_those_of_the_batch(
+    tmp_path, adaptive, limit, num_parts
+):
     given = {"gradient_accumulation_steps": 2, "num_train_epochs": 1}
     plain, _, _ = trained(LogsInItsLoss, tmp_path, **given)
     ours, _, _ = trained(
@@ -409,7 +411,7 @@ def test_logs_and_counts_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, li
         assert own == (entry if num_parts == 1 else pytest.approx(entry, rel=1e-5))
     metrics = dict(plain._metrics["train"])
     own_metrics = dict(ours._metrics["train"])
-    # To these a part adds texts, or several numbers.
+    # A micro-batch adds texts to `notes` and several numbers to `last`.
     assert len(metrics.pop("notes")) * num_parts == len(own_metrics.pop("notes"))
     assert set(own_metrics.pop("last")) >= set(metrics.pop("last"))
     assert own_metrics.keys() == metrics.keys()
@@ -418,14 +420,14 @@ def test_logs_and_counts_of_a_loss_are_those_of_the_batch(tmp_path, adaptive, li
 
 
 class NotesTheMode(Trainer):
-    """As TRL's GRPOTrainer does: makes a batch by whether the model is in training mode."""
+    """Records the model's mode in `_prepare_inputs`, where TRL's GRPOTrainer reads it."""
 
     def _prepare_inputs(self, inputs):
         self.modes = [*getattr(self, "modes", []), self.model.training]
         return super()._prepare_inputs(inputs)
 
 
-def test_a_batch_is_prepared_once_and_in_training_mode_from_the_first_one(tmp_path):
+def test_each_batch_is_prepared_once_and_in_training_mode(tmp_path):
     model, given = limited(llama().eval(), 2, in_training=True), {"num_train_epochs": 1}
     run = trained(in_parts(NotesTheMode), tmp_path, model, **given)
     assert run.trainer.adaptive_step.num_micro_batches > 1
@@ -433,7 +435,7 @@ def test_a_batch_is_prepared_once_and_in_training_mode_from_the_first_one(tmp_pa
 
 
 class DividesBySteps(Trainer):
-    """As TRL's GRPOTrainer does: divides a sum over tokens by those of the whole batch."""
+    """Divides a sum over tokens by the tokens of the whole batch, like TRL's GRPOTrainer."""
 
     loss_type = "dapo"
     loss_is_scaled_for_ga = True
@@ -448,10 +450,10 @@ class DividesBySteps(Trainer):
         return losses / inputs["num_tokens"]
 
 
-def test_a_sum_over_the_tokens_of_the_whole_batch_needs_no_share(tmp_path):
+def test_a_loss_divided_by_the_tokens_of_the_whole_batch_is_not_weighted(tmp_path):
     def counted(features):
         batch = collate(features)
-        # Not as `labels`, of which Trainer would count the step's.
+        # Trainer would count the labels of the step under the name `labels`.
         targets = batch.pop("labels")
         return {**batch, "targets": targets, "num_tokens": batch["attention_mask"].sum()}
 
@@ -480,7 +482,7 @@ def test_a_loss_of_trl_that_compares_rows_is_refused_before_the_first_step(tmp_p
 
 
 class DataCollatorForPreference:
-    """Named and laid out as TRL's: all chosen rows of a batch, then all rejected ones."""
+    """A collator with TRL's name and layout: all chosen rows, then all rejected rows."""
 
     ids = "ids"
 
@@ -495,13 +497,13 @@ class DataCollatorForPreference:
 
 
 class PairwiseDataCollatorWithPadding(DataCollatorForPreference):
-    """Named as LLaMA-Factory's, or a template of ms-swift: answers have the prompt already."""
+    """A collator like LLaMA-Factory's and ms-swift's: answers contain the prompt."""
 
     ids, mode, padding_free = "input_ids", "rlhf", False
 
 
 class Prefers(Trainer):
-    """As TRL's DPOTrainer does: compares each row of the first half with its one of the second."""
+    """Compares each row of the first half with its pair in the second, like TRL's DPOTrainer."""
 
     loss_is_scaled_for_ga = False
 
@@ -550,7 +552,7 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, ad
     assert_trains_alike(run, plain, rel=2e-6)
 
 
-def test_a_split_that_is_given_is_taken_before_pairs():
+def test_a_given_split_replaces_the_split_by_pairs():
     adaptive = AdaptiveArguments(split=lambda batch: None)
     assert by_pairs(adaptive) is adaptive
 
@@ -577,7 +579,7 @@ def test_trainers_and_datasets_without_a_search_are_refused_with_the_key(tmp_pat
 
 
 class Scaler(torch.amp.GradScaler):
-    """Overflows in its first steps, and keeps the scales of all."""
+    """A gradient scaler that overflows in its first steps and stores the scale of each step."""
 
     def __init__(self):
         super().__init__("cpu", init_scale=2.0**66, growth_interval=2)
@@ -589,7 +591,7 @@ class Scaler(torch.amp.GradScaler):
 
 
 def scaled(kind, folder, model, **arguments):
-    """Train with a scaler, which Trainer itself has on a GPU alone; return its scales, too."""
+    """Train with a gradient scaler, as Trainer does on a GPU; return the run and its scales."""
     scaler = Scaler()
 
     class Scales(kind):
@@ -601,10 +603,12 @@ def scaled(kind, folder, model, **arguments):
 
 
 @pytest.mark.parametrize("accumulates", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_gradient_scaler_scales_the_loss_of_each_part_and_keeps_its_trace(tmp_path, accumulates):
+def test_a_gradient_scaler_scales_micro_batches_and_keeps_its_sequence_of_scales(
+    tmp_path, accumulates
+):
     given = {"gradient_accumulation_steps": accumulates, "num_train_epochs": 4}
     plain, scales = scaled(Trainer, tmp_path, llama(), **given)
-    # It overflows, shrinks, and grows again.
+    # The scale shrinks after overflows and grows again.
     assert min(scales) < scales[0]
     assert any(later > earlier for earlier, later in pairwise(scales))
     adaptive = AdaptiveArguments(micro_batch_size="auto")
@@ -627,7 +631,7 @@ def grown(folder, **arguments):
     return trained(AdaptiveTrainer, folder, adaptive=adaptive, **given | arguments)
 
 
-def test_a_batch_that_grows_is_that_of_a_loop_with_adaptive_batches(tmp_path):
+def test_a_growing_batch_trains_like_a_loop_with_adaptive_batches(tmp_path):
     trainer, losses, weights = grown(tmp_path, max_grad_norm=0.0, weight_decay=0.1)
     model = llama()
     optimizer = Trainer(
@@ -689,7 +693,7 @@ class FromOneOfOthers(SamplesAsTrainersDo, AdaptiveTrainer):
         (FromOneOfOthers, "SamplesAsTrainersDo._get_train_sampler"),
     ],
 )
-def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_path, kind, name):
+def test_a_trainer_with_its_own_order_refuses_a_growing_batch(tmp_path, kind, name):
     refusal = f"^batch_increase_function='{name}': growing batches draw their own order"
     with pytest.raises(SettingError, match=refusal):
         trained(kind, tmp_path, adaptive=AdaptiveArguments(**GROWS))
@@ -701,14 +705,14 @@ def test_a_trainer_with_an_order_of_its_own_is_refused_a_batch_that_grows(tmp_pa
 
 
 @pytest.mark.parametrize("arguments", [{"max_steps": 10}, {"num_train_epochs": 1.5}])
-def test_a_run_whose_batch_grows_ends_where_it_is_told(tmp_path, arguments):
+def test_a_run_with_a_growing_batch_ends_at_max_steps_or_num_train_epochs(tmp_path, arguments):
     trainer, losses, _ = grown(tmp_path, **arguments)
-    # Eight steps of epoch 0, and two of the four of epoch 1.
+    # Eight steps of epoch 0, and two of the four steps of epoch 1.
     assert len(losses) == trainer.state.global_step == trainer.state.max_steps == 10
     assert trainer.state.epoch == 1.5
 
 
-def test_arguments_that_do_not_go_with_a_growing_batch_are_refused(tmp_path):
+def test_arguments_that_conflict_with_a_growing_batch_are_refused(tmp_path):
     with pytest.raises(SettingError, match=r"lr_scaling='sqrt': batches do not grow"):
         AdaptiveArguments(lr_scaling="sqrt")
     with pytest.raises(SettingError, match=r"batch_increase_function=2: give a function"):
@@ -742,7 +746,7 @@ def llama_whose_rows_differ():
 
 
 @pytest.mark.parametrize("limit", [3, 1])
-def test_predictions_of_parts_are_those_of_the_batch(tmp_path, caplog, limit):
+def test_predictions_of_a_split_batch_are_those_of_the_batch(tmp_path, caplog, limit):
     plain = trainer_of(Trainer, tmp_path, llama_whose_rows_differ()).predict(rows())
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), limit))
     ours = trainer.predict(rows())
@@ -754,7 +758,7 @@ def test_predictions_of_parts_are_those_of_the_batch(tmp_path, caplog, limit):
     assert ("no two rows fit at once" in caplog.text) == (limit == 1)
 
 
-def test_a_batch_that_fits_is_evaluated_as_by_trainer(tmp_path):
+def test_a_batch_that_fits_is_evaluated_once_with_trainers_results(tmp_path):
     plain = trainer_of(Trainer, tmp_path, limited(llama_whose_rows_differ(), None))
     ours = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), None))
     expected, results = plain.predict(rows()), ours.predict(rows())
@@ -763,7 +767,7 @@ def test_a_batch_that_fits_is_evaluated_as_by_trainer(tmp_path):
     assert ours.model.num_evaluations == plain.model.num_evaluations == 3
 
 
-def test_evaluation_during_training_has_a_limit_of_its_own_and_leaves_training_as_it_was(tmp_path):
+def test_evaluation_has_its_own_limit_and_does_not_change_training(tmp_path):
     arguments = {"eval_strategy": "steps", "eval_steps": 1, "logging_steps": 1, "max_steps": 4}
     plain = trained(Trainer, tmp_path, llama_whose_rows_differ(), **arguments)
     model = limited(llama_whose_rows_differ(), 3)
@@ -777,7 +781,7 @@ def test_evaluation_during_training_has_a_limit_of_its_own_and_leaves_training_a
     assert own_eval_losses == pytest.approx(eval_losses, rel=1e-6)
     trainer = run.trainer
     assert trainer.adaptive_step.sizer.num_out_of_memory == 0
-    # From 8 rows to 4 and 2; of 12 batches the former limit is tried again in a later one.
+    # The limit falls from 8 rows to 4 and 2, and a later batch tries the former limit again.
     assert 2 < trainer._evaluation.sizer.num_out_of_memory < 6
 
 
@@ -791,7 +795,7 @@ def linear_rows():
 
 
 class Linear(nn.Module):
-    """A model whose loss is reduced in some way, and that returns something beside its logits."""
+    """A model with a choice of loss reduction and an optional extra output."""
 
     def __init__(self, reduction="labels", extra=None):
         super().__init__()
@@ -819,7 +823,7 @@ class Linear(nn.Module):
 
 
 @pytest.mark.parametrize("reduction", ["labels", "later labels", "rows", "sum"])
-def test_the_loss_of_parts_is_weighted_as_the_batch_shows(tmp_path, reduction):
+def test_the_loss_of_a_split_evaluation_is_that_of_the_batch(tmp_path, reduction):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
     plain = trainer_of(Trainer, tmp_path, Linear(reduction), **arguments).evaluate()
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(Linear(reduction), 4), **arguments)
@@ -837,14 +841,14 @@ def test_the_loss_of_parts_is_weighted_as_the_batch_shows(tmp_path, reduction):
     ],
     ids=["loss", "a number", "a mean", "similarities", "centred"],
 )
-def test_results_that_parts_do_not_have_are_refused_with_the_fix(tmp_path, model, problem):
+def test_results_that_a_split_would_change_are_refused_with_the_fix(tmp_path, model, problem):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(model, 4), **arguments)
     with pytest.raises(DoesNotFitError, match=f"{problem}.*lower per_device_eval_batch_size"):
         trainer.predict(linear_rows())
 
 
-def test_a_row_that_does_not_fit_and_an_error_that_is_let_through_end_the_evaluation(tmp_path):
+def test_a_row_that_does_not_fit_or_on_out_of_memory_raise_ends_the_evaluation(tmp_path):
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(llama_whose_rows_differ(), -1))
     with pytest.raises(DoesNotFitError, match="one row of 16 tokens ran out of memory"):
         trainer.evaluate()
@@ -854,7 +858,7 @@ def test_a_row_that_does_not_fit_and_an_error_that_is_let_through_end_the_evalua
     assert not isinstance(caught.value, DoesNotFitError)
 
 
-def test_a_loss_that_draws_random_numbers_runs_in_parts_with_a_warning(tmp_path, caplog):
+def test_a_random_loss_is_split_with_a_warning(tmp_path, caplog):
     arguments = {"data": linear_rows(), "collator": default_data_collator}
     plain = trainer_of(Trainer, tmp_path, Linear("noise"), **arguments).evaluate()
     trainer = trainer_of(AdaptiveTrainer, tmp_path, limited(Linear("noise"), 4), **arguments)

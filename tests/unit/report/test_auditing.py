@@ -116,7 +116,7 @@ KILLS = st.lists(st.tuples(st.integers(1, 40), st.floats(0.01, 1), st.integers(0
     [(4, 1.0, 0), (3, 1.0, 0)],
     True,
 )
-def test_a_run_that_is_killed_and_resumed_at_random_passes(tmp_path_factory, run, kills, completes):
+def test_a_run_with_random_kills_and_resumes_passes(tmp_path_factory, run, kills, completes):
     folder = tmp_path_factory.mktemp("run")
     found = audit(written(folder, run.lines(kills, completes=completes)))
     lines = run.lines(kills, completes=completes)
@@ -221,7 +221,7 @@ def test_a_dropped_row_must_be_recorded_and_not_used():
     )
 
 
-def test_a_repeated_step_that_differs_is_noted():
+def test_a_note_names_a_repeated_step_that_differs():
     lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
     records = [json.loads(line) for line in lines]
     steps = [record.get("step") for record in records if record["kind"] == "step"]
@@ -255,7 +255,7 @@ def test_a_resumed_run_must_continue_at_its_last_step():
         assert found.problems[0].startswith("resumed at step 3")
 
 
-def test_the_exit_status_of_the_command_is_the_verdict(tmp_path, capsys):
+def test_the_exit_status_of_the_command_is_1_if_the_audit_fails(tmp_path, capsys):
     lines = Run().lines([(7, 0.5, 0), (5, 1.0, 1)])
     assert main(["audit", str(written(tmp_path, lines))]) == 0
     out = capsys.readouterr().out.splitlines()

@@ -84,8 +84,8 @@ class Records:
 
 
 def full_records(num_steps: int = 600) -> Records:
-    """Growth, an out-of-memory error, validation, saving, pre-emption and a restart that takes a
-    tenth of the run back.
+    """Return records of a run with growth, an OOM, validation, saves, preemption and a restart
+    that repeats a tenth of the steps.
     """
     records, grow, fail, stop = Records(), num_steps // 3, num_steps // 2, 4 * num_steps // 5
     again = stop - num_steps // 10
@@ -142,7 +142,7 @@ def short(num_steps=5, **values) -> Records:
     return records
 
 
-def test_the_page_begins_with_the_facts_of_the_run():
+def test_the_page_begins_with_a_summary_of_the_run():
     found = run_facts(run_of(full_records()))
     assert found["rows"] == "4,096"
     assert (found["epochs"], found["steps"], found["samples"]) == ("1", "600", "28,800")
@@ -204,7 +204,7 @@ def test_a_log_cut_at_any_byte_is_drawn(tmp_path):
     assert ", 2 of them torn" in write_report(tmp_path)[0].read_text()
 
 
-def test_of_many_events_the_first_and_the_last_are_listed(tmp_path):
+def test_the_first_and_the_last_of_many_events_are_listed(tmp_path):
     records = short(1)
     for number in range(2000):
         records.add("validation", message=f"number {number};")
@@ -262,7 +262,7 @@ def test_the_page_shows_the_picture_and_the_text_of_the_run(tmp_path, width):
     assert shown.size[0] == width
     colours = Image.open(picture).convert("RGB").getcolors(1 << 24)
     drawn = {colour for count, colour in colours if count > 500}
-    # The blue of curves, and several others, are seen on the page.
+    # The page shows the blue of the curves and other colours.
     assert len(drawn & {colour for _, colour in shown.getcolors(1 << 24)}) > 3
     text = done.stdout.decode()
     assert NASTY.replace("<", "&lt;").replace(">", "&gt;").replace("&b", "&amp;b")[:14] in text
