@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -246,11 +246,12 @@ class RowsOfBatch(BatchSource):
         """Return whether the batch shows which of its columns are padding."""
         mask = self._tables.get("attention_mask")
         if mask is None:
-            # Columns beyond the longest row are not those of its tokens.
-            if self._row_lengths is None or max(self._row_lengths) != self.width:
-                return False
             # A mask of another shape would have to be cut too.
-            if self._values.get("attention_mask") is not None:
+            if self._row_lengths is None or self._values.get("attention_mask") is not None:
+                return False
+            # Rows may be padded further than to the longest, or may have other lengths than in
+            # columns. Labels show which.
+            if max(self._row_lengths) != self.width and not self._has_labels_of_columns():
                 return False
         elif bool((mask < 0).any()):
             # An additive mask is 0 for a token and a large negative number for padding.
@@ -258,15 +259,23 @@ class RowsOfBatch(BatchSource):
         tokens = self._tables.get("tokens", self._tables.get("input_ids"))
         if tokens is not None and tokens.shape[1] != self.width:
             return False
-        if self._row_lengths is not None:
-            return True
         return not any(map(self._may_be_padded, arrays_in(self._batch)))
+
+    def _has_labels_of_columns(self) -> bool:
+        labels = self._tables.get("labels")
+        # Probabilities have no value for padding.
+        return (
+            labels is not None and labels.shape[1] == self.width and not labels.is_floating_point()
+        )
 
     def _may_be_padded(self, tensor: Any) -> bool:
         """Return whether a tensor may have columns of padding that is unknown."""
-        for name in (*_KNOWN_PADDING, *_OTHER_PADDED):
-            if tensor is self._tables.get(name):
-                return False
+        names: Iterable[str] = (*_KNOWN_PADDING, *_OTHER_PADDED)
+        if self._row_lengths is not None:
+            # The lengths of rows show the padding of each table.
+            names = self._tables
+        if any(tensor is self._tables.get(name) for name in names):
+            return False
         dimensions = list(tensor.shape)
         if dimensions[:1] == [self.num_rows]:
             # The rows may be as many as the columns.

@@ -260,7 +260,8 @@ def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_
         assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
 
-def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
+@pytest.mark.parametrize("multiple", [1, 16])
+def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split(multiple):
     class Mean(Decoder):
         """Each token sees the mean over the columns of its row, padding included."""
 
@@ -271,9 +272,34 @@ def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split():
     model = Mean()
     # No padding is taken for an auxiliary loss of experts.
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
-    loop = training(model=model, batch_size=16, micro_batch_tokens=60).loop
+
+    def collate_to_multiple(rows: list[Any]) -> Any:
+        batch = collate(rows)
+        padding = -batch["tokens"].shape[1] % multiple
+        pad = partial(nn.functional.pad, pad=(0, padding))
+        return {"tokens": pad(batch["tokens"]), "labels": pad(batch["labels"], value=IGNORED)}
+
+    options = {"batch_size": 16, "micro_batch_tokens": 60, "collate": collate_to_multiple}
+    loop = training(model=model, **options).loop
     with pytest.raises(SettingError, match=r"^mean_loss=.*the model sees padding, of"):
         loop.run(next(iter(loop)))
+
+
+def test_a_check_keeps_all_columns_if_boxes_of_tokens_cannot_be_cut():
+    model = Decoder()
+
+    def with_boxes(rows: list[Any]) -> Any:
+        batch = collate(rows)
+        return {**batch, "boxes": batch["tokens"][..., None].expand(-1, -1, 4)}
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        assert batch["boxes"].shape[:2] == batch["tokens"].shape
+        return token_losses(model, batch, "mean")
+
+    loop = training(
+        model=model, batch_size=16, micro_batch_tokens=60, collate=with_boxes, mean_loss=mean_loss
+    ).loop
+    assert loop.run(next(iter(loop))).micro_batches > 1
 
 
 def test_the_check_of_a_split_restores_random_numbers_that_collating_draws(monkeypatch):
