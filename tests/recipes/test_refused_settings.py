@@ -42,12 +42,14 @@ REFUSED = {
     "batch_increase_function": [
         *(f"batch_increase_function={COMPONENTS}.{name}" for name in ("four_mor", "NOT_CALLABLE")),
         "batch_increase_function=nowhere.f",
+        "batch_increase_function=adaptive_batch.schedules.geometric",
     ],
     "batch_increase_function._component_": [
         f"batch_increase_function._component_={COMPONENTS}.four_more"
     ],
     SCHEDULE: [
         f"{GROWS} {SCHEDULE}=x.y",
+        f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
         f"{STEPS} {SCHEDULE}.batch_sizes=[4,8,64] drop_last=True",
         f"optimizer_in_bwd=True {BY_NOISE}",
         f"{STEPS} {SCHEDULE}.batch_sizes=[16,2,4] {SCHEDULE}.thresholds=[1sp,2sp]",
@@ -190,9 +192,7 @@ REFUSED = {
         ),
     ],
 }
-RULES = [  # functions that return invalid values; the first two are builders
-    "batch_increase_function=adaptive_batch.schedules.geometric",
-    f"{SCHEDULE}=adaptive_batch.schedules.by_noise_scale",
+RULES = [  # functions that return invalid values
     f"batch_increase_function={COMPONENTS}.takes_one",
     f"{SCHEDULE}=support.components.takes_two",
     f"batch_increase_function={COMPONENTS}.negative_in_second_epoch",
