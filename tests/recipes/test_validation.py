@@ -2,7 +2,8 @@
 
 import re
 
-from support.cli import LOG, OURS, records, same_weights
+import pytest
+from support.cli import LOG, OURS, block, records, same_weights
 
 LENGTHS = [30 - 2 * row for row in range(10)]
 VALIDATED = (
@@ -26,3 +27,13 @@ def test_validation_is_logged_and_changes_no_bit_of_training(small):
     without = small.run_in_process(OURS, *STEPS, DROPOUT, "epochs=2")
     assert validated.losses == without.losses
     assert same_weights(validated.weights(1), without.weights(1))
+
+
+def test_the_loss_is_the_mean_over_the_label_tokens_of_the_first_rows(small):
+    once = ("optimizer.lr=0", "epochs=1", "max_steps_per_epoch=1")
+    batches = ("run_val_every_n_steps=1", "batch_size_val=3", "max_validation_batches=2")
+    validated = small.run_in_process(OURS, *once, *VALIDATED, *batches)
+    rows = block("dataset", "support.components.OfLengths", lengths=LENGTHS[:6])
+    trained = small.run_in_process(OURS, *once, *rows, "batch_size=6")
+    (record,) = records(validated, "validation")
+    assert record["val_loss"] == pytest.approx(float(trained.losses[0]), rel=1e-6)
