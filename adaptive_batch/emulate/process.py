@@ -204,9 +204,18 @@ def compile_preloaded_library(file: Path) -> None:
     """Compile the library that protects the program's own files.
 
     Raises:
-        EmulationError: gcc is not installed.
+        EmulationError: gcc is not installed, or the library cannot be preloaded from `file`.
     """
     _gcc("-shared", *_WARNINGS, "-o", file, SOURCES / PRELOADED, "-ldl")
+    # If the loader cannot preload the library, it only prints a warning: the program would run and
+    # overwrite the files. So run another program first.
+    environment = {**os.environ, "LD_PRELOAD": str(file)}
+    warning = subprocess.run(["true"], env=environment, stderr=subprocess.PIPE, text=True).stderr
+    if warning:
+        raise EmulationError(
+            f"your files cannot be protected: {warning.splitlines()[0]} Set TMPDIR to a folder that"
+            " is not mounted with noexec and whose path has no space or colon"
+        )
 
 
 def _build(package: Path, cuda: str, extensions: Iterable[Path], folder: Path) -> None:
@@ -314,6 +323,6 @@ def _gcc(*words: str | Path) -> None:
 def _run(*words: str | Path) -> str:
     if shutil.which(str(words[0])) is None:
         raise EmulationError(
-            f"{words[0]} is not installed: the first run compiles C sources; install gcc"
+            f"{words[0]} is not installed: emulate compiles C sources; install gcc"
         )
     return subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True).stdout

@@ -6,9 +6,9 @@ import pytest
 
 from adaptive_batch import SettingError
 from adaptive_batch.__main__ import emulated_device, main
-from adaptive_batch.emulate import launcher
+from adaptive_batch.emulate import EmulationError, launcher
 from adaptive_batch.emulate.launcher import mirror, report_lines, written_files
-from adaptive_batch.emulate.process import SOURCES
+from adaptive_batch.emulate.process import SOURCES, compile_preloaded_library
 
 
 @pytest.mark.parametrize("text", ["24GiB", "24 gib", "25769803776B"])
@@ -155,6 +155,13 @@ def test_links_do_not_lead_the_mirror_round_in_a_circle(tmp_path):
     assert (scratch / "loop").resolve() == scratch
     assert (scratch / "data").resolve() == (scratch / "twice").resolve()
     assert (scratch / "up").resolve() == tmp_path
+
+
+@pytest.mark.parametrize("name", ["with a space.so", "with:colon.so"])
+def test_a_library_that_cannot_be_preloaded_is_refused(name, tmp_path):
+    compile_preloaded_library(tmp_path / "preloaded.so")
+    with pytest.raises(EmulationError, match=r"your files cannot be protected: .*TMPDIR"):
+        compile_preloaded_library(tmp_path / name)
 
 
 @pytest.fixture(params=["", "-D_FORTIFY_SOURCE=3"])
