@@ -20,6 +20,8 @@ OLDEST = "2.11.0"
 NEWEST = "2.15.0"
 
 NAMES = {
+    "DispatchKey": "torch._C.DispatchKey",
+    "DispatchKeySet": "torch._C.DispatchKeySet",
     "FakeTensor": "torch._subclasses.fake_tensor.FakeTensor",
     "FakeTensorMode": "torch._subclasses.fake_tensor.FakeTensorMode",
     "OpOverload": "torch._ops.OpOverload",

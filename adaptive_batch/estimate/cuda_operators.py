@@ -269,6 +269,7 @@ class CudaKernels:
             aten._safe_softmax.default: _safe_softmax,
             aten._softmax_backward_data.default: _softmax_backward,
             aten.embedding_dense_backward.default: _embedding_backward,
+            aten._trilinear.default: _trilinear,
             aten._grouped_mm.default: _grouped_mm,
             torch.ops.adaptive_batch.packed_attention_backward.default: _packed_backward,
         }
@@ -487,6 +488,13 @@ def _embedding_backward(
     if num_tokens > 3072 or scales:
         num_groups = num_tokens // 10 + min(num_tokens, words)
         _floats((num_groups, gradient.shape[-1]))
+    return result
+
+
+def _trilinear(*args: Any) -> Tensor:
+    """Run nn.Bilinear's products for real, so that each of its operators is counted."""
+    keys = private.DispatchKeySet(private.DispatchKey.CPU)
+    result: Tensor = aten._trilinear.default.redispatch(keys, *args)
     return result
 
 

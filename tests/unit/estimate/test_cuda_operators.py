@@ -147,6 +147,17 @@ def test_a_sum_over_columns_has_at_least_the_partial_sums_of_an_emulated_device(
     assert num_bytes <= sizes[1] <= max(num_bytes, 128 * 2**20)
 
 
+def test_the_products_of_bilinear_are_counted():
+    device = FakeDevice(CudaKernels())
+    with device.counting() as counter:
+        module = nn.Bilinear(32, 8, 16, bias=False)
+        inputs = torch.empty(100, 32), torch.empty(100, 8)
+        with allocations(counter) as sizes:
+            module(*inputs)
+    # For each output: a product with the weight, and its product with the second input.
+    assert sizes == [4 * 100 * 16, *(4 * 100 * 8, 4 * 100) * 16]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "ends"),
     [
