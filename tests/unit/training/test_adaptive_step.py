@@ -1,4 +1,4 @@
-"""A batch that is split, or that ran out of memory, trains a model as the whole batch does."""
+"""A batch that is split, before or after an OOM, has the gradients of the whole batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, RowsOfBatch, SplitBatch, StepOptions
 
 LENGTHS = (9, 7, 12, 6, 4, 11, 5, 8, 3, 10, 12, 6)
-# The promise for float32, relative to the largest entry of each gradient.
+# Documented tolerance for float32, relative to the largest entry of each gradient.
 ROUNDING = 2e-6
 
 
@@ -33,18 +33,18 @@ def make_batch(*, seed: int = 1) -> dict[str, torch.Tensor]:
 
 
 def mean_loss(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Mean over the labels of a causal model, which are shifted here."""
+    """Return the mean loss over labels; the loss of this causal model shifts them."""
     logits = model(batch["tokens"])[:, :-1]
     return cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
 def run_out_of_memory() -> None:
-    """Ask for more than the address space, which the allocator of the CPU refuses."""
+    """Raise the CPU allocator's error by allocating more than the address space."""
     torch.empty(2**50, dtype=torch.uint8)
 
 
 class Script:
-    """A `forward_backward` that keeps its parts and runs out of memory above `most_rows`."""
+    """A `forward_backward` that records its parts and runs out of memory above `most_rows`."""
 
     def __init__(
         self, model: nn.Module, *, loss: Any = None, most_rows: int = 10**9, backward: bool = False
@@ -73,7 +73,7 @@ class Script:
 def plain_gradients(
     model: nn.Module, batch: Any, loss: Any = mean_loss
 ) -> tuple[dict[str, torch.Tensor], float]:
-    """Gradients and loss of the whole batch without a step; none are left."""
+    """Return gradients and loss of the whole batch, and clear the gradients."""
     model.zero_grad()
     whole_loss = loss(model, batch)
     whole_loss.backward()
@@ -99,7 +99,7 @@ def regression_data(num_rows: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("unlabelled", "size", "parts"), [((), 5, 3), ((0, 1, 2, 3, 10, 11), 2, 3)]
 )
-def test_parts_have_the_share_of_their_labels_and_none_without_a_label_runs(
+def test_the_share_of_a_part_is_its_share_of_labels_and_parts_without_labels_do_not_run(
     unlabelled, size, parts
 ):
     model = decoder()
@@ -115,7 +115,7 @@ def test_parts_have_the_share_of_their_labels_and_none_without_a_label_runs(
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
-def test_labels_that_collate_and_the_loss_both_shift_are_refused():
+def test_labels_that_both_collate_and_the_loss_shift_are_refused():
     tokens = make_batch()["tokens"]
     labels = tokens.masked_fill(tokens == 0, IGNORE_INDEX)
     once = {"tokens": tokens, "labels": labels}
@@ -126,13 +126,13 @@ def test_labels_that_collate_and_the_loss_both_shift_are_refused():
     with pytest.raises(SettingError, match="labels='shifted twice'"):
         step(twice)
     AdaptiveStep(model, Script(model), micro_batch_size=5)(once)
-    # What predicts the token after the next on purpose says how many labels it has.
+    # num_labels allows a model that predicts the token after the next.
     num_labels = lambda batch: int((batch["labels"][:, 1:] != IGNORE_INDEX).sum())  # noqa: E731
     AdaptiveStep(model, Script(model), micro_batch_size=5, num_labels=num_labels)(twice)
 
 
 @pytest.mark.parametrize("is_tensor", [True, False])
-def test_a_weighted_mean_counts_the_weights_of_its_labels(is_tensor):
+def test_num_labels_may_be_a_sum_of_label_weights(is_tensor):
     model = nn.Linear(6, 3)
     batch = {"x": regression_data()[0], "labels": torch.arange(11) * 7 % 3}
     weight = torch.tensor([1.0, 5.0, 0.25])
@@ -155,7 +155,7 @@ def test_a_weighted_mean_counts_the_weights_of_its_labels(is_tensor):
 @pytest.mark.parametrize(
     "count", [-0.5, float("nan"), float("inf"), 1j, "two", None, torch.ones(2)]
 )
-def test_labels_that_are_no_number_are_refused(count):
+def test_an_invalid_result_of_num_labels_is_refused(count):
     model = Regression()
     step = AdaptiveStep(model, Script(model), micro_batch_size=4, num_labels=lambda batch: count)
     with pytest.raises(SettingError, match=r"^num_labels=.*returns the number of labels"):
@@ -163,7 +163,7 @@ def test_labels_that_are_no_number_are_refused(count):
 
 
 def masked_batch() -> dict[str, torch.Tensor]:
-    """Rows whose last columns are padding; every length is shown by the mask alone."""
+    """Return rows with trailing padding; only the attention mask has their lengths."""
     mask = torch.arange(16) < torch.tensor(LENGTHS).unsqueeze(1)
     tokens = torch.randint(1, 53, (12, 16), generator=torch.Generator().manual_seed(3)) * mask
     return {
@@ -176,7 +176,7 @@ def masked_batch() -> dict[str, torch.Tensor]:
     }
 
 
-def test_parts_by_tokens_leave_trailing_padding_out():
+def test_parts_by_tokens_omit_trailing_padding():
     model = decoder()
     batch = masked_batch()
     expected, _ = plain_gradients(model, batch)
@@ -188,9 +188,9 @@ def test_parts_by_tokens_leave_trailing_padding_out():
         longest = int(lengths[part.batch["classes"]].max())
         assert part.batch["tokens"].shape == part.batch["labels"].shape == (part.num_rows, longest)
         assert part.num_rows * longest <= 40
-        # As Transformers' models call view() on them.
+        # Models of Transformers call view() on labels.
         assert part.batch["labels"].is_contiguous()
-        # Tensors of another width stay whole.
+        # Tensors of another width keep all columns.
         assert part.batch["positions"].shape == (part.num_rows, 5, 2)
         assert part.batch["scores"].shape == (part.num_rows, 3)
         assert list(part.rows) == part.batch["classes"].tolist()
@@ -201,7 +201,7 @@ def test_parts_by_tokens_leave_trailing_padding_out():
 
 
 class Translation(nn.Module):
-    """Predicts each target token from itself and the mean of the source tokens that it sees."""
+    """Predicts each target token from itself and the mean of its source tokens."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ class Translation(nn.Module):
 
 
 def translation_batch(source, target, *, columns=(12, 12), left=False, holes=False):
-    """A batch of source and target rows of these lengths, padded to so many columns."""
+    """Return source and target rows of these lengths, padded to `columns`."""
     numbers = torch.Generator().manual_seed(3)
     tables = []
     for lengths, width, padding in zip((source, target), columns, (0, IGNORE_INDEX), strict=True):
@@ -244,10 +244,10 @@ def translation_batch(source, target, *, columns=(12, 12), left=False, holes=Fal
 SHORT, LONG = [5, 3, 2, 4], [12, 5, 4, 9]
 TRANSLATIONS = {
     "both padded to a maximum": (translation_batch(SHORT, [4, 2, 9, 3], columns=(16, 16)), 9),
-    "padding of both in front": (translation_batch(SHORT, LONG, left=True), 12),
+    "left padding of both": (translation_batch(SHORT, LONG, left=True), 12),
     "target shorter than source": (translation_batch(LONG, SHORT), 9),
-    "labels wider": (translation_batch(SHORT, LONG, columns=(6, 12)), 4),
-    "labels narrower": (translation_batch(LONG, SHORT, columns=(12, 6)), 9),
+    "wider labels": (translation_batch(SHORT, LONG, columns=(6, 12)), 4),
+    "narrower labels": (translation_batch(LONG, SHORT, columns=(12, 6)), 9),
     "holes in the mask": (translation_batch(SHORT, SHORT, holes=True), 4),
     "no row fills its width": (translation_batch(SHORT, SHORT), 4),
 }
@@ -265,7 +265,7 @@ UNCUT_TRANSLATIONS = {
     "boxes": without_cut(bbox=torch.ones(4, 12, 4)),
     "positions of all rows": without_cut(position_ids=torch.arange(12)[None]),
     "additive mask": {**LEFT, "attention_mask": 1e4 * (LEFT["attention_mask"].float() - 1)},
-    "mask of fewer columns": without_cut(attention_mask=FEWER),
+    "narrower mask": without_cut(attention_mask=FEWER),
 }
 
 
@@ -274,7 +274,7 @@ UNCUT_TRANSLATIONS = {
     [*TRANSLATIONS.values(), *((batch, None) for batch in UNCUT_TRANSLATIONS.values())],
     ids=[*TRANSLATIONS, *UNCUT_TRANSLATIONS],
 )
-def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
+def test_parts_cut_only_padding_from_source_and_target(batch, columns):
     model = Translation()
     parts = []
 
@@ -298,7 +298,7 @@ def test_no_label_and_no_token_is_cut_from_source_and_target(batch, columns):
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
     assert sum(map(num_labels, parts)) == num_labels(batch)
     widths = [part["attention_mask"].shape[1] for part in parts]
-    # Rows 2 and 3 are the last part.
+    # The last part has rows 2 and 3.
     assert widths[-1] == (columns or batch["attention_mask"].shape[1])
 
 
@@ -309,7 +309,7 @@ def test_parts_keep_all_columns_without_a_mask():
     assert part["input_ids"].shape == part["labels"].shape == (2, 12)
 
 
-def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
+def test_parts_of_a_compiled_model_keep_all_columns_within_the_token_budget():
     torch.compiler.reset()
     model = torch.compile(decoder(), backend="eager", dynamic=True)
     script = Script(model)
@@ -318,7 +318,7 @@ def test_parts_of_a_compiled_model_keep_the_budget_with_all_their_columns():
     torch.compiler.reset()
 
 
-def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
+def test_micro_batch_tokens_for_rows_without_lengths_is_refused():
     model = Regression()
     script = Script(model)
     step = AdaptiveStep(model, script, micro_batch_tokens=8)
@@ -336,7 +336,7 @@ def test_tokens_of_rows_that_do_not_show_their_length_are_refused():
     ],
 )
 @pytest.mark.parametrize("limit", [{}, {"micro_batch_size": 5}])
-def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, limit):
+def test_an_invalid_split_is_refused_before_a_part_runs(split, says, limit):
     model = Regression()
     script = Script(model, loss=lambda model, batch: model(batch).mean())
     step = AdaptiveStep(model, script, split=split, **limit)
@@ -344,15 +344,15 @@ def test_a_split_that_leaves_rows_out_is_refused_before_any_runs(split, says, li
         step(torch.randn(24, 6))
     assert script.trained == script.trials == []
     if not limit and "10" in says:
-        # Also of a later batch, where one part has all rows of the first.
+        # A later batch is checked too, if one part has all rows of the first batch.
         step(torch.randn(10, 6))
         with pytest.raises(SettingError, match=f"^split{says}"):
             step(torch.randn(24, 6))
 
 
 @pytest.mark.parametrize("in_batch", [2, 3, 40])
-def test_a_loss_that_only_a_later_batch_shows_to_be_wrong_is_refused_there_or_soon_after(in_batch):
-    """Rows that the loss leaves out, in a tuple, which says nothing of labels."""
+def test_a_loss_that_becomes_wrong_in_a_later_batch_is_refused_soon(in_batch):
+    """The loss omits some rows, and the batch is a tuple without labels."""
     model = Regression()
 
     def masked_loss(part: Part) -> None:
@@ -377,7 +377,7 @@ def test_a_loss_that_only_a_later_batch_shows_to_be_wrong_is_refused_there_or_so
 
 
 class Normalized(nn.Module):
-    """BatchNorm, dropout and a frozen part in evaluation mode."""
+    """A model with BatchNorm, dropout and a frozen module in evaluation mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +395,7 @@ def regression_loss(model: nn.Module, batch: Any) -> torch.Tensor:
     return mse_loss(model(batch[0]), batch[1])
 
 
-def test_the_check_runs_at_a_few_splits_and_leaves_no_trace():
+def test_the_check_runs_in_a_few_steps_and_does_not_change_training():
     model, twin, batch = Normalized(), Normalized(), regression_data()
     script = Script(model, loss=regression_loss)
     step = AdaptiveStep(model, script, micro_batch_size=4)
@@ -414,10 +414,10 @@ def test_the_check_runs_at_a_few_splits_and_leaves_no_trace():
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])
-def test_a_model_with_batch_norm_is_warned_about_at_its_first_split(is_frozen, caplog):
+def test_the_first_split_with_batch_norm_causes_one_warning(is_frozen, caplog):
     model = Normalized()
     step = AdaptiveStep(model, Script(model, loss=regression_loss), micro_batch_size=4)
-    # As scripts freeze it after the step is built.
+    # Scripts freeze BatchNorm after they build the step.
     model.layers[1].train(not is_frozen)
     step(regression_data(4))
     assert "BatchNorm" not in caplog.text
@@ -426,7 +426,7 @@ def test_a_model_with_batch_norm_is_warned_about_at_its_first_split(is_frozen, c
     assert caplog.text.count("BatchNorm") == (not is_frozen)
 
 
-def test_batch_norm_never_gets_a_row_alone_that_two_could_share():
+def test_batch_norm_gets_at_least_two_rows():
     model = Normalized()
     script = Script(model, loss=regression_loss)
     step = AdaptiveStep(model, script, micro_batch_size=5)
@@ -444,7 +444,7 @@ def test_batch_norm_never_gets_a_row_alone_that_two_could_share():
 
 
 @pytest.mark.parametrize("how", ["autograd.backward", "autograd.grad", "none"])
-def test_gradients_are_compared_however_they_come_and_one_warning_says_that_none_came(how, caplog):
+def test_the_check_supports_all_ways_to_compute_gradients_and_warns_if_there_are_none(how, caplog):
     model, batch, seen = Regression(), regression_data(), []
     weights = list(model.parameters())
 
@@ -467,7 +467,7 @@ def test_gradients_are_compared_however_they_come_and_one_warning_says_that_none
     assert not step.is_trial
 
 
-def test_an_error_of_memory_is_let_through_where_asked():
+def test_on_out_of_memory_raise_raises_the_original_error():
     model = decoder()
     script = Script(model, most_rows=4)
     step = AdaptiveStep(model, script, options=StepOptions(on_out_of_memory="raise"))
@@ -477,13 +477,13 @@ def test_an_error_of_memory_is_let_through_where_asked():
 
 
 def repeated(number: int) -> dict[str, torch.Tensor]:
-    """So many of the longest row."""
+    """Return a batch of `number` copies of the longest row."""
     batch = make_batch()
     return {key: value[2:3].repeat(number, 1) for key, value in batch.items()}
 
 
 @pytest.mark.parametrize("key", ["micro_batch_size", "micro_batch_tokens"])
-def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
+def test_auto_splits_batches_only_after_a_search(key, caplog):
     caplog.set_level(logging.INFO, logger="adaptive_batch")
     model = decoder()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -503,7 +503,7 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
     assert len(script.rows) > 1
     tokens = [part.batch["tokens"].numel() for part in script.trained]
     assert max(tokens) <= found * max(LENGTHS)
-    # Without a mask, each row counts with its padding.
+    # Without a mask, padding counts as tokens.
     assert max(script.rows) == found
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
     too_large = AdaptiveStep(model, script, micro_batch_size=500)
@@ -511,7 +511,7 @@ def test_auto_is_the_whole_batch_until_a_search_and_then_what_fits(key, caplog):
         too_large.find_bound(optimizer, repeated, device_memory="192KiB")
 
 
-def test_a_lowered_limit_is_resumed():
+def test_a_lowered_limit_is_restored_from_the_state():
     model = decoder()
     script, resumed_script = (Script(model, most_rows=4) for _ in range(2))
     step, resumed = AdaptiveStep(model, script), AdaptiveStep(model, resumed_script)
@@ -541,7 +541,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_arguments_that_cannot_be_used_are_refused(key):
+def test_invalid_arguments_are_refused(key):
     for value in REFUSED[key]:
         arguments = value if isinstance(value, dict) else {key: value}
         with pytest.raises(SettingError, match=f"^{key}="):
@@ -558,7 +558,7 @@ def page() -> Page:
 
 
 def random_split(generator: random.Random, lengths: list[int], *, has_lengths: bool) -> Any:
-    """Arguments of a step that split a batch in some way."""
+    """Return random arguments of a step that splits batches."""
     layout = generator.choice(["padded", "grouped"]) if has_lengths else None
     options = StepOptions(micro_batch_layout=layout)
     if has_lengths and generator.random() < 0.5:
@@ -582,7 +582,7 @@ def test_any_split_has_the_gradient_of_the_whole_batch(page, name, seed):
 
 
 def in_room_for(most_rows: int, function: Callable[[Part], Any]) -> Callable[[Part], Any]:
-    """A function that runs out of memory after it has run more rows."""
+    """Return a function that runs out of memory after a part of more than `most_rows` rows."""
 
     def run(part: Part) -> Any:
         result = function(part)
@@ -594,8 +594,8 @@ def in_room_for(most_rows: int, function: Callable[[Part], Any]) -> Callable[[Pa
 
 
 @pytest.mark.parametrize("fails_in", ["statistics", "loss", "both"])
-def test_memory_that_runs_out_in_either_pass_leaves_the_step_of_a_run_at_that_split(fails_in):
-    """With dropout, random scales and running statistics."""
+def test_an_oom_in_either_pass_leaves_the_bits_of_a_step_with_smaller_parts(fails_in):
+    """The model has dropout, random scales and running statistics."""
     ends = []
     for fails in (False, True):
         seed_all()
@@ -643,7 +643,7 @@ def test_a_search_and_an_estimate_run_both_passes(page):
 
 
 def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
-    """Which add up to another ratio than that of the whole batch."""
+    """Return statistics whose sums have another ratio than those of the whole batch."""
     cross_entropy, divergence = page.distillation_losses(part.batch)
     return {"cross_entropy": cross_entropy / part.num_rows, "divergence": divergence}
 
@@ -657,7 +657,7 @@ def means(page: Page, part: Part) -> dict[str, torch.Tensor]:
         ("distill", means, "so a split would train something else"),
     ],
 )
-def test_statistics_that_do_not_add_up_are_refused(page, loss, statistics, message):
+def test_statistics_that_are_not_sums_are_refused(page, loss, statistics, message):
     arguments = {"micro_batch_size": 2, "num_labels": page.completion_tokens}
     arguments["statistics"] = partial(statistics, page)
     step = AdaptiveStep(page.model, page.names[loss], **arguments)
@@ -699,7 +699,7 @@ def test_results_and_statistics_of_a_failed_attempt_are_freed_before_its_retry(m
     assert alive == [[False] * 3]
 
 
-def test_other_threads_see_nothing_of_a_step():
+def test_a_step_does_not_affect_other_threads():
     model = nn.Linear(4, 1)
     other = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5))
     optimizer = torch.optim.SGD(other.parameters(), lr=0.0)
@@ -721,12 +721,12 @@ def test_other_threads_see_nothing_of_a_step():
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=2)
     step({"x": torch.randn(8, 4)})
-    # Passes of the check, and four parts.
+    # The check runs passes too, besides the four parts.
     assert len(seen) > 4
     assert set(seen) == {(True, True, True)}
 
 
-def test_steps_of_two_threads_train_as_alone():
+def test_simultaneous_steps_in_two_threads_do_not_affect_each_other():
     def train(seed: int, gradients: list[torch.Tensor]) -> None:
         generator = torch.Generator().manual_seed(seed)
         model = nn.Linear(4, 1)

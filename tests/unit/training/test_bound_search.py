@@ -1,4 +1,4 @@
-"""The search of a script: the largest batch whose whole step fits."""
+"""A script's search for the largest batch that fits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Training:
 
 
 def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
-    """Peak of a whole step of 1, 2, ... rows in plain torch, with the optimizer's state there."""
+    """Return the peak bytes of steps of 1, 2, ... rows in plain torch, with optimizer state."""
     training = Training()
     training.train(1)
     weights = [*training.model.parameters()]
@@ -82,7 +82,7 @@ def peaks_by_hand(*, accumulates: bool = False) -> list[int]:
 @pytest.mark.parametrize("accumulates", [False, True])
 @pytest.mark.parametrize("search", ["predict", "binary"])
 @pytest.mark.parametrize("expected", [2, 7, MAXIMUM])
-def test_the_result_is_what_trying_every_size_finds(expected, search, accumulates):
+def test_a_search_finds_the_result_of_brute_force(expected, search, accumulates):
     peaks = peaks_by_hand(accumulates=accumulates)
     budget = (peaks[expected - 1] + peaks[expected]) // 2
     options = {"device_memory": budget, "headroom": 0.0, "search": search}
@@ -113,7 +113,7 @@ def search_on(memory, has_order, headroom):
         (1, True, "expandable_segments:True", "auto", 0.05),
     ],
 )
-def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_lengths(
+def test_the_headroom_is_smaller_for_expandable_segments_and_rows_of_the_dataset(
     monkeypatch, granularity_bytes, has_order, segments, headroom, left_free
 ):
     memory = CountedMemory(torch.device("cpu"))
@@ -126,7 +126,7 @@ def test_less_is_left_free_where_segments_expand_in_trials_of_trainings_own_leng
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_a_search_leaves_training_as_it_was(steps_before):
+def test_a_search_does_not_change_training(steps_before):
     training = Training(draws=True)
     training.train(steps_before)
     training.model.layers[1].eval()
@@ -140,7 +140,7 @@ def test_a_search_leaves_training_as_it_was(steps_before):
     assert training_state(training.model, training.optimizer) == before
 
 
-def test_options_that_cannot_be_used_are_refused():
+def test_invalid_options_are_refused():
     for option, value in (
         *(("device_memory", size) for size in ("much", "900TiB")),
         *(("headroom", 1.0), ("maximum", 0), ("search", "guess")),
@@ -149,7 +149,7 @@ def test_options_that_cannot_be_used_are_refused():
             Training().find(**{option: value})
 
 
-def test_functions_models_and_optimizers_of_another_type_are_refused():
+def test_arguments_of_other_types_are_refused():
     training = Training()
     model, optimizer, run = training.model, training.optimizer, training.forward_backward
     other = torch.optim.SGD(nn.Linear(2, 2).parameters())
@@ -182,7 +182,7 @@ def test_a_function_without_backward_is_refused_by_each_search(accumulates):
             search(accumulates=accumulates)
 
 
-def test_a_sample_of_as_many_rows_whatever_is_asked_for_is_refused_by_each_search():
+def test_a_sample_that_ignores_the_number_of_rows_is_refused_by_each_search():
     training = Training()
     step = AdaptiveStep(training.model, lambda part: training.forward_backward(part.batch))
     find = partial(find_max_batch_size, training.model)

@@ -1,4 +1,4 @@
-"""An evaluation that runs out of memory beside its parts."""
+"""An evaluation in parts after an out-of-memory error."""
 
 import math
 
@@ -19,7 +19,7 @@ def evaluation_of(model, join=torch.cat):
 
 
 @pytest.mark.parametrize("place", ["check", "outputs"])
-def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(place):
+def test_an_oom_in_the_check_or_while_outputs_are_joined_halves_the_parts(place):
     model = nn.Linear(4, 1)
     left = [place]
     snapshots = []
@@ -51,7 +51,7 @@ def test_out_of_memory_in_the_check_or_as_outputs_are_joined_halves_the_parts(pl
 
 
 @pytest.mark.parametrize("num_unlabelled", [0, 1, 2, 3])
-def test_rows_without_labels_leave_the_mean_over_labels(num_unlabelled):
+def test_rows_without_labels_do_not_change_the_mean_over_labels(num_unlabelled):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     batch = {"x": torch.randn(8, 5, 4), "labels": torch.randint(0, 3, (8, 5))}
@@ -77,7 +77,7 @@ def sums_of_rows(batch):
     return None, values.sum(1)
 
 
-def test_a_batch_that_cannot_be_divided_is_refused_as_one_that_ran_out_of_memory():
+def test_an_oom_of_a_batch_that_cannot_be_divided_is_an_error():
     values = torch.ones(4, 3)
     batch = {"x": values, "views": [values, values]}
     evaluation = evaluation_of(nn.Linear(1, 1))
@@ -110,7 +110,7 @@ def test_a_single_packed_row_fits_after_batches_of_several_were_split():
         ([math.nan], [math.nan, math.nan], True),
     ],
 )
-def test_results_that_are_not_finite_are_equal_to_themselves_only(ours, halves, differ):
+def test_a_nonfinite_result_equals_only_itself(ours, halves, differ):
     ours, halves = torch.tensor(ours), torch.tensor(halves)
     assert _differ(ours, halves, 1e-3) == differ
     assert _states_differ(torch.zeros_like(ours), ours, halves, 1e-3) == differ

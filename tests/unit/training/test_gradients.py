@@ -1,4 +1,4 @@
-"""A batch in parts leaves the gradients of one backward, for leaves outside of the model too."""
+"""A split batch has the gradients of one backward, also in leaves outside of the model."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ NUM_ROWS = 12
 
 
 class Task:
-    """An encoder that is given to a step, and leaves of three kinds that are not.
+    """A step's encoder, and three kinds of leaves that the step does not know.
 
     Args:
         call: calls backward of a loss.
         checkpoints: whether the head runs in a reentrant checkpoint.
-        fails: where memory runs out for more than three rows: in a part's forward, or in its
-            backward once the head has its gradient; with the number of the part.
+        fails: `forward` or `backward` of a part, and the number of that part, which runs out of
+            memory above three rows. The head already has its gradient if backward fails.
     """
 
     def __init__(self, call=torch.Tensor.backward, *, checkpoints=False, fails=("", 0)):
@@ -86,7 +86,9 @@ def assert_close(found, expected):
     [{}, {"checkpoints": True}, {"call": torch.autograd.backward}, {"call": imported_backward}],
     ids=["", "checkpointed", "autograd.backward", "imported"],
 )
-def test_a_failed_attempt_leaves_no_gradient_of_any_leaf(earlier, place, number, options):
+def test_the_gradients_of_a_failed_attempt_are_undone_in_all_leaves(
+    earlier, place, number, options
+):
     plain = Task(**options)
     plain.loss(*plain.batch).backward()
     expected = plain.gradients()
@@ -97,15 +99,15 @@ def test_a_failed_attempt_leaves_no_gradient_of_any_leaf(earlier, place, number,
         expected = [2 * gradient for gradient in expected]
     held = [leaf.grad for leaf in task.leaves]
     step(task.batch)
-    # Else nothing had to be undone.
+    # Only the first forward fails without gradients to undo.
     assert earlier or (task.failed[0][-1] is None) == ((place, number) == ("forward", 0))
     assert_close(task.gradients(), expected)
     for leaf, gradient in zip(task.leaves, held, strict=True):
-        # Autograd too adds to a gradient in place.
+        # Gradients accumulate in place, as in autograd.
         assert gradient is None or leaf.grad is gradient
 
 
-def test_an_error_of_the_script_leaves_the_earlier_gradients_of_all_leaves():
+def test_an_error_of_the_script_restores_earlier_gradients_of_all_leaves():
     task = Task()
     task.loss(*task.batch).backward()
     expected = task.gradients()
@@ -121,7 +123,7 @@ def test_an_error_of_the_script_leaves_the_earlier_gradients_of_all_leaves():
 
 @pytest.mark.parametrize("earlier", [False, True], ids=["clear", "accumulated"])
 @pytest.mark.parametrize("search", ["find_bound", "find_max_batch_size"])
-def test_a_search_leaves_the_gradients_of_all_leaves_as_they_were(search, earlier):
+def test_a_search_does_not_change_the_gradients_of_any_leaf(search, earlier):
     task = Task()
     if earlier:
         task.loss(*task.batch).backward()
@@ -144,7 +146,7 @@ def test_a_search_leaves_the_gradients_of_all_leaves_as_they_were(search, earlie
 
 
 class Heads(Task):
-    """A task of an encoder beside heads of one shape, of which each batch uses one."""
+    """A task with three heads of one shape; each batch uses one head."""
 
     def __init__(self):
         super().__init__()
@@ -206,7 +208,7 @@ def test_a_hook_that_may_step_an_optimizer_is_refused_before_the_first_part(hook
 
 @pytest.mark.parametrize("place", ["forward", "backward"])
 @pytest.mark.parametrize("hooked", HOOKED.values(), ids=HOOKED)
-def test_a_hook_runs_in_backwards_of_whole_batches_and_is_refused_in_a_split(hooked, place):
+def test_a_hook_runs_for_whole_batches_and_is_refused_for_a_split(hooked, place):
     task = Task()
     hook = StepsInBackward()
     hooked(task).register_post_accumulate_grad_hook(hook)
@@ -247,5 +249,5 @@ def test_an_optimizer_that_forward_backward_steps_is_refused_in_the_first_part(f
         step(task.batch)
     assert all(map(torch.equal, task.leaves, weights))
     assert str(optimizer.state_dict()) == str(state)
-    # Only the parts of a batch must not step it.
+    # Outside of parts the optimizer may step.
     optimizer.step()

@@ -1,4 +1,4 @@
-"""A training loop of one's own: steps that grow, resuming, and what is refused."""
+"""AdaptiveLoop: growing steps, resuming, and refused arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive_batch.schedules import at_epochs, geometric
 from adaptive_batch.training import AdaptiveLoop
 
 
-def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_for():
+def test_batch_size_max_searches_when_an_epoch_begins_or_len_is_called():
     one = training(batch_size="max")
     assert one.loop.max_batch_size is None
     assert len(one.loop) == 1
@@ -30,7 +30,7 @@ def test_the_most_that_fits_is_sought_as_an_epoch_begins_or_its_length_is_asked_
     assert sizes(train(training(batch_size="max"))) == [len(ROWS)]
 
 
-def test_an_increment_may_pass_the_bound_in_micro_batches():
+def test_a_batch_grows_beyond_the_bound_in_micro_batches():
     one = training(batch_increase_function=at_epochs({1: 20}), grow_beyond_maximum=True)
     one.loop.find_bound(device_memory="1GiB", maximum=11)
     seen = train(one, epochs=2)
@@ -38,7 +38,7 @@ def test_an_increment_may_pass_the_bound_in_micro_batches():
     assert [step.result.micro_batches for step in seen if step.epoch == 1] == [3, 2]
 
 
-def test_only_rows_that_were_handed_out_are_run():
+def test_only_the_rows_of_the_next_step_are_accepted():
     one = training()
     with pytest.raises(
         ValueError, match="these 4 rows are not those of the next step, which has 0"
@@ -57,8 +57,8 @@ def test_only_rows_that_were_handed_out_are_run():
         one.loop.run(next(steps_of_epoch))
 
 
-def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
-    """A run that resumes from it would lose that step."""
+def test_a_state_cannot_be_saved_before_optimizer_step():
+    """A run resumed from such a state would lose the step."""
     one = training()
     rows = iter(one.loop)
     one.loop.run(next(rows))
@@ -68,7 +68,7 @@ def test_a_state_is_not_taken_while_gradients_wait_for_the_optimizer():
     one.loop.state_dict()
 
 
-def test_a_state_before_zero_grad_resumes_to_the_bit():
+def test_a_state_saved_before_zero_grad_resumes_bit_for_bit():
     options = {"lr_scaling": "sqrt", "batch_increase_function": geometric(2.0)}
     one, other = training(**options), training(**options)
     for rows in one.loop:
@@ -76,7 +76,7 @@ def test_a_state_before_zero_grad_resumes_to_the_bit():
         one.loop.run(rows)
         one.optimizer.step()
         if one.loop.progress.steps == 3:
-            # Saved between optimizer.step() and zero_grad().
+            # Save between optimizer.step() and zero_grad().
             other.loop.load_state_dict(copy.deepcopy(one.loop.state_dict()))
             other.model.load_state_dict(one.model.state_dict())
             other.optimizer.load_state_dict(copy.deepcopy(one.optimizer.state_dict()))
@@ -90,12 +90,12 @@ def test_a_state_before_zero_grad_resumes_to_the_bit():
 
 
 @pytest.mark.parametrize("state", [None, {}, [], {"batches": {}}], ids=str)
-def test_a_state_of_something_else_is_refused(state):
+def test_an_invalid_state_is_refused(state):
     with pytest.raises(SettingError, match=r"^state='\w+': give the result of state_dict\(\) of a"):
         training().loop.load_state_dict(state)
 
 
-def test_a_dataset_that_grows_in_training_is_refused():
+def test_a_dataset_that_grows_during_training_is_refused():
     rows = list(ROWS)
     one = training(rows=rows)
     for step in one.loop:
@@ -120,7 +120,7 @@ def test_a_dataset_that_shrinks_within_an_epoch_is_refused_before_the_next_step(
 
 
 def spoiled(at: int, **options: Any) -> SimpleNamespace:
-    """Training whose loss is NaN when it is computed for the so-manieth time."""
+    """Return training with a NaN loss in its `at`-th computation."""
     model, calls = Decoder(), []
 
     def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -130,7 +130,7 @@ def spoiled(at: int, **options: Any) -> SimpleNamespace:
     return training(model=model, mean_loss=mean_loss, **options)
 
 
-def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
+def test_a_skipped_step_consumes_its_rows_and_does_not_change_training():
     one = spoiled(3, on_nonfinite_loss="skip", lr_scaling="linear")
     train(one, until=2)
     before = training_state(one.model, one.optimizer)
@@ -141,7 +141,7 @@ def test_a_step_that_is_skipped_leaves_no_gradients_and_its_rows_are_consumed():
     assert one.loop.progress.samples == len(ROWS)
 
 
-def test_a_step_that_stops_can_be_run_again():
+def test_a_stopped_step_can_run_again():
     scaling = {"lr_scaling": "linear", "reference_batch_size": 4}
     one = spoiled(2, on_nonfinite_loss="stop", batch_size=8, **scaling)
     train(one, until=1)
@@ -163,7 +163,7 @@ def test_a_step_that_stops_can_be_run_again():
         ("batch_size", 8, "batch_size"),
     ],
 )
-def test_other_rows_and_another_batch_or_rule_do_not_go_on_in_silence(option, value, key):
+def test_a_state_of_other_rows_or_settings_is_refused_by_its_key(option, value, key):
     state = training().loop.state_dict()
     with pytest.raises(SettingError, match=f"^{key}="):
         training(**{option: value}).loop.load_state_dict(state)
@@ -206,7 +206,7 @@ REFUSED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_an_unusable_argument_is_refused_by_name(key):
+def test_an_invalid_argument_is_refused_by_name(key):
     for value in REFUSED[key]:
         with pytest.raises(SettingError, match=f"^{key}="):
             list(training(**{"rows" if key == "dataset" else key: value}).loop)
@@ -223,7 +223,7 @@ def test_options_that_exclude_each_other_are_refused_by_name():
             one.loop.run(next(iter(one.loop)))
 
 
-def test_a_micro_batch_that_does_not_fit_is_refused_and_a_rule_that_answers_nonsense():
+def test_a_micro_batch_that_does_not_fit_and_an_invalid_increment_are_refused():
     one = training(micro_batch_size=12)
     with pytest.raises(SettingError, match="micro_batch_size=12: 7 rows fit; give 7 or less"):
         one.loop.find_bound(device_memory="1GiB", maximum=7)
@@ -244,7 +244,9 @@ def test_an_optimizer_with_tensors_outside_of_the_model_is_refused() -> None:
         training(optimizer=lambda weights, lr: torch.optim.SGD([*weights, *foreign], lr))
 
 
-def test_parameters_without_an_optimizer_are_named_and_their_gradients_refused(caplog) -> None:
+def test_parameters_without_an_optimizer_cause_a_warning_and_their_gradients_an_error(
+    caplog,
+) -> None:
     rows = [(torch.randn(5), number % 3) for number in range(32)]
     net = nn.Sequential(nn.Linear(5, 8), nn.Linear(8, 8), nn.Linear(8, 3))
     head = torch.optim.SGD(net[2].parameters(), lr=RATE)
@@ -274,7 +276,7 @@ def test_parameters_without_an_optimizer_are_named_and_their_gradients_refused(c
     assert not caplog.records
 
 
-def test_a_step_that_failed_can_be_run_again_with_the_same_draws_and_none_is_skipped() -> None:
+def test_a_failed_step_can_run_again_with_the_same_random_numbers() -> None:
     undisturbed = train(training(model=Decoder(draws=True)))
     model = Decoder(draws=True)
     loss = RunsOut(model, most=0, times=1)
@@ -294,7 +296,7 @@ def test_a_step_that_failed_can_be_run_again_with_the_same_draws_and_none_is_ski
     assert one.loop.progress.epoch == 1
 
 
-def test_a_collate_function_may_take_from_its_rows() -> None:
+def test_a_collate_function_may_pop_keys_from_its_rows() -> None:
     def takes(rows: list[Any]) -> Any:
         return collate([{"row": row.pop("row"), **row} for row in rows])
 
@@ -303,7 +305,7 @@ def test_a_collate_function_may_take_from_its_rows() -> None:
     assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
 
 
-def test_micro_batches_may_have_values_that_no_batch_can_divide() -> None:
+def test_micro_batches_may_have_values_that_cannot_be_divided() -> None:
     rows = [(torch.randn(5), number % 3) for number in range(8)]
     net = nn.Linear(5, 3)
 
@@ -325,7 +327,7 @@ def test_micro_batches_may_have_values_that_no_batch_can_divide() -> None:
     assert loop.run(next(iter(loop))).micro_batches == 2
 
 
-def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None:
+def test_a_resumed_schedule_follows_a_smaller_bound() -> None:
     rule = lambda progress: 4 if progress.steps < 1 else 12  # noqa: E731
     larger, smaller = (training(batch_size_schedule=rule) for _ in range(2))
     larger.loop.find_bound(device_memory="1GiB", maximum=16)
@@ -335,7 +337,7 @@ def test_a_schedule_that_resumes_where_less_fits_follows_the_new_bound() -> None
     assert sizes(train(smaller)) == [8, 8, 8, 8, 4]
 
 
-def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned_again() -> None:
+def test_loading_a_state_discards_an_earlier_plan_of_token_steps() -> None:
     saved = training(batch_tokens=60, micro_batch_tokens=60).loop.state_dict()
     saved = of_ranks(saved, 2)
     one, fresh = (training(batch_tokens=60, micro_batch_tokens=60) for _ in range(2))
@@ -347,7 +349,7 @@ def test_steps_by_tokens_that_were_counted_before_a_state_was_loaded_are_planned
 
 
 def logged(folder, *, state=None, epochs=2, until=10**9, **options):
-    """A loop that writes into a folder, trained; from a state where one is given."""
+    """Train a loop that logs into a folder, from `state` if it is given; return the loop."""
     with RunLog(folder) as run_log:
         made = training(event=run_log, batch_increase_function=geometric(2.0), **options)
         if state is not None:
@@ -356,7 +358,7 @@ def logged(folder, *, state=None, epochs=2, until=10**9, **options):
     return made.loop
 
 
-def test_each_row_is_proved_to_be_used_once_and_the_run_is_drawn(tmp_path):
+def test_the_audit_of_a_logged_loop_holds_and_its_report_is_written(tmp_path):
     logged(tmp_path, micro_batch_size=3)
     proof = audit(tmp_path)
     assert proof.holds, proof.lines
@@ -371,9 +373,9 @@ def test_each_row_is_proved_to_be_used_once_and_the_run_is_drawn(tmp_path):
 
 
 @pytest.mark.parametrize("steps", [3, 10, 12])
-def test_a_run_that_goes_on_from_a_state_is_proved_across_its_restart(tmp_path, steps):
+def test_the_audit_of_a_resumed_loop_holds(tmp_path, steps):
     loop = logged(tmp_path, until=steps)
-    # What the process did after it had saved is rolled back.
+    # The restart repeats the step after the save.
     state = loop.state_dict()
     logged(tmp_path, state=state, until=steps + 1)
     logged(tmp_path, state=state)

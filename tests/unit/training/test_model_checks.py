@@ -1,4 +1,4 @@
-"""Garbage of the compiler is freed before backward."""
+"""Cyclic garbage of the compiler is freed before backward."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ class Left:
 
 
 def left_behind():
-    """Return a reference to an object that only a collection of the oldest generation frees."""
+    """Return a weak reference to an object that only a full garbage collection frees."""
     left = Left()
     gc.collect(1)
     return weakref.ref(left)
 
 
-def test_cycles_that_compiling_leaves_are_freed_before_backward():
+def test_cyclic_garbage_of_a_compilation_is_freed_before_backward():
     torch.compiler.reset()
     model, is_freed = Decoder(), []
-    # It is compiled for each shape anew.
+    # The model is compiled again for each shape.
     model.compile(backend="aot_eager", dynamic=False)
 
     def forward_backward(part):
@@ -45,5 +45,5 @@ def test_cycles_that_compiling_leaves_are_freed_before_backward():
     finally:
         gc.enable()
         torch.compiler.reset()
-    # The last is of the first one's length.
+    # The last batch has the length of the first.
     assert is_freed == [True, True, True, False]

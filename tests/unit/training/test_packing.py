@@ -1,4 +1,4 @@
-"""Rows laid end to end train a model as rows beside each other do, and none sees another."""
+"""Packed rows have the loss and gradients of padded rows, and do not attend to other rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SHAPE = {
 
 
 def random_rows(lengths, *, name="tokens", seed=0):
-    """Rows whose first third has no labels, as lists and tensors in turn."""
+    """Return rows, alternately of lists and tensors, with labels after their first third."""
     generator, rows = torch.Generator().manual_seed(seed), []
     for length in lengths:
         tokens = torch.randint(VOCABULARY, (length,), generator=generator)
@@ -50,7 +50,7 @@ def random_rows(lengths, *, name="tokens", seed=0):
 def torchtune_model(build, *, checkpointing=False):
     torch.manual_seed(0)
     model = build(**SHAPE).double()
-    # Chunks are of the model's dtype, and logits in one are rounded to float32.
+    # Chunked logits keep the model's dtype; unchunked logits are rounded to float32.
     model.set_num_output_chunks(2)
     if checkpointing:
         set_activation_checkpointing(model, auto_wrap_policy={TransformerSelfAttentionLayer})
@@ -80,7 +80,7 @@ def loss_and_gradients(model, batch, lengths=None):
 
 
 def attended(lengths, *, heads=3, key_heads=3, seed=0, dtype=torch.float64):
-    """Query, key and value of packed rows, as views of [1, tokens, heads, head_dim]."""
+    """Return query, key and value of packed rows, as views of [1, tokens, heads, head_dim]."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randn(1, sum(lengths), number, 8, generator=generator, dtype=dtype)
@@ -91,7 +91,7 @@ def attended(lengths, *, heads=3, key_heads=3, seed=0, dtype=torch.float64):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_packed_rows_leave_the_loss_and_gradients_of_padded_ones(name):
+def test_packed_rows_have_the_loss_and_gradients_of_padded_rows(name):
     model, lengths = MODELS[name](), [9, 30, 1, 17, 2]
     ids = "input_ids" if name.startswith("transformers") else "tokens"
     rows = random_rows(lengths, name=ids)
@@ -106,19 +106,19 @@ def block_causal(lengths):
 
 
 def window(tokens, length):
-    """The mask of a model whose tokens see so many up to themselves."""
+    """Return the mask of sliding window attention over `tokens` tokens."""
     place = torch.arange(length)
     return (place[:, None] >= place) & (place[:, None] - place < tokens)
 
 
-# What a model may give where each row is causal: of the whole sequence, or as it knows of rows.
+# Masks that a model with causal rows may pass to attention.
 CAUSAL_MASKS = {
     "none": lambda lengths: None,
     "pack_rows's own": lambda lengths: torch.ones(1, 1, 1, 1, dtype=torch.bool),
     "causal": lambda lengths: window(sum(lengths), sum(lengths)),
-    "rows apart": block_causal,
+    "block causal": block_causal,
     "a window longer than rows": lambda lengths: window(max(lengths), sum(lengths)),
-    "of scores": lambda lengths: torch.zeros(1, 1, sum(lengths), sum(lengths)).masked_fill(
+    "of added scores": lambda lengths: torch.zeros(1, 1, sum(lengths), sum(lengths)).masked_fill(
         ~block_causal(lengths), torch.finfo(torch.float32).min
     ),
 }
@@ -131,7 +131,9 @@ CAUSAL_MASKS = {
     st.sampled_from(list(CAUSAL_MASKS)),
 )
 @examples(60)
-def test_attention_is_that_of_each_row_whatever_causal_mask_is_given(lengths, grouped, scale, kind):
+def test_attention_of_packed_rows_is_causal_in_each_row_for_all_causal_masks(
+    lengths, grouped, scale, kind
+):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
     mask = CAUSAL_MASKS[kind](lengths)
     with isolated_rows(lengths) as packed:
@@ -172,7 +174,7 @@ def test_nan_in_one_row_does_not_reach_other_rows(lengths, data):
     assert all(map(torch.equal, *gradients))
 
 
-def test_attention_is_pytorchs_again_outside_even_after_an_error():
+def test_isolated_rows_restores_attention_even_after_an_error():
     before = functional.scaled_dot_product_attention
     with pytest.raises(ValueError, match="packed"), isolated_rows([3]):
         functional.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 8)] * 3)
@@ -204,9 +206,9 @@ HIDES_TOKEN_2 = window(12, 12) & ((torch.arange(12) != 2) | torch.eye(12).bool()
         (HIDES_TOKEN_2, SEES),
         (torch.ones(12, 13).bool(), r"has a mask of \[12, 13\] for 12 tokens"),
     ],
-    ids=["none", "a window", "a bias", "all", "a token that none sees", "another shape"],
+    ids=["none", "a window", "a bias", "all", "a hidden token", "another shape"],
 )
-def test_a_mask_whose_meaning_would_be_lost_is_refused(mask, difference):
+def test_a_mask_that_is_not_causal_in_each_row_is_refused(mask, difference):
     with isolated_rows([5, 7]), pytest.raises(ValueError, match=f"^attention {difference}"):
         functional.scaled_dot_product_attention(*attended([5, 7]), mask)
 
@@ -227,7 +229,7 @@ def test_dropout_drops_within_rows(given, named):
 
 
 PACKS = [[9, 30, 1, 17, 2], [40, 20], [5, 5, 5, 5, 5, 5, 5, 5], [12], [33, 1, 1], [64, 64]]
-# Dynamo's part and AOTAutograd's, without the time that Inductor takes for its kernels.
+# A backend with Dynamo and AOTAutograd, without the compile time of Inductor.
 QUICK = "aot_eager"
 
 
@@ -240,7 +242,7 @@ def _fresh():
 
 
 def compile_layers(model, backend=QUICK):
-    """Compile each layer, as torchtune does; of a model of others, the whole."""
+    """Compile each layer of a torchtune model, as torchtune does, or another model as a whole."""
     layers = [
         module for module in model.modules() if isinstance(module, TransformerSelfAttentionLayer)
     ]
@@ -249,7 +251,7 @@ def compile_layers(model, backend=QUICK):
 
 
 def compare_packs(build, *, name="tokens", backend=QUICK, tolerance):
-    """Compare packs in compiled code with those in eager code; return the graphs after each."""
+    """Compare packs in compiled and eager code; return the number of graphs after each pack."""
     model, compiled = build(), build()
     compiled.load_state_dict(model.state_dict())
     compile_layers(compiled, backend=backend)
@@ -272,15 +274,15 @@ def compare_packs(build, *, name="tokens", backend=QUICK, tolerance):
         *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama3_2", "qwen2")),
     ],
 )
-def test_loss_and_gradients_are_those_of_packed_rows_without_a_compiler(name):
+def test_a_compiled_model_has_the_loss_and_gradients_of_the_eager_model(name):
     ids = "input_ids" if name.startswith("transformers") else "tokens"
     graphs = compare_packs(MODELS[name], name=ids, tolerance=1e-10)
-    # The second pack makes tokens and rows a variable of the graph.
+    # From the second pack on, the numbers of tokens and rows are dynamic.
     assert graphs[0] >= 1
     assert graphs[1] == graphs[-1]
 
 
-def test_rows_beside_each_other_are_not_taken_for_packed_ones_nor_the_reverse():
+def test_compiled_code_of_padded_rows_is_not_used_for_packed_rows_or_the_reverse():
     model = torchtune_model(llama3_2)
     lengths = [20, 20]
     rows = random_rows(lengths)
@@ -311,16 +313,21 @@ def heads(tokens, *, key_heads=2, head_dim=8, dtype=torch.float64):
 
 
 CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
-# Options of attention, of its heads and the size of its values; whether the graph is parted.
+# Options of attention and of heads, the size of values, and whether the graph breaks.
 CASES = {
     "a mask of all tokens": ({"attn_mask": CAUSAL}, {}, 8, True),
-    "heads of values that are shorter": ({"is_causal": True}, {}, 4, True),
-    "keys that heads share": ({"is_causal": True, "enable_gqa": True}, {"key_heads": 1}, 8, False),
+    "shorter value heads": ({"is_causal": True}, {}, 4, True),
+    "grouped-query attention": (
+        {"is_causal": True, "enable_gqa": True},
+        {"key_heads": 1},
+        8,
+        False,
+    ),
 }
 
 
 @pytest.mark.parametrize(("how", "options", "value_size", "is_parted"), CASES.values(), ids=CASES)
-def test_attention_that_the_operator_does_not_take_parts_the_graph_and_stays_right(
+def test_attention_without_the_operator_breaks_the_graph_and_is_correct(
     how, options, value_size, is_parted
 ):
     module = Attention(**how)
@@ -333,7 +340,7 @@ def test_attention_that_the_operator_does_not_take_parts_the_graph_and_stays_rig
     assert bool(counters["graph_break"]) == is_parted
 
 
-def test_a_mask_that_is_not_causal_is_refused_as_it_is_without_a_compiler():
+def test_a_mask_that_is_not_causal_is_refused_in_compiled_code():
     module = Attention(attn_mask=torch.ones(12, 12, dtype=torch.bool))
     module.compile(backend=QUICK)
     with (
@@ -359,7 +366,7 @@ def from_config(config, **settings):
 
 
 class Small(nn.Module):
-    """A decoder whose attention, positions and mixing of tokens are as asked for."""
+    """A decoder with a choice of attention, positions and mixing of tokens."""
 
     def __init__(
         self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False
@@ -403,7 +410,7 @@ def half(model):
 
 
 def reason(model, *, name="tokens", longest_row=40, loss=None, changes=lambda row: row, **options):
-    """Why the check refuses a model, given rows of the dataset."""
+    """Return the reason why the check refuses a model for rows of a dataset."""
 
     def collate(rows, length):
         assert {len(row[name]) for row in rows} == {length}
@@ -456,12 +463,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", ACCEPTED)
-def test_a_model_that_keeps_rows_apart_is_packed(case):
+def test_a_model_that_isolates_rows_is_packed(case):
     assert reason(ACCEPTED[case](), name="input_ids" if "transformers" in case else "tokens") == ""
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_a_model_that_does_not_is_refused(case):
+def test_a_model_that_mixes_rows_is_refused(case):
     build, message = REFUSED[case]
     assert message in reason(build(), name="input_ids" if "transformers" in case else "tokens")
 
@@ -473,12 +480,12 @@ def test_a_model_that_does_not_is_refused(case):
         (lambda row: {**row, "labels": [IGNORED] * 14 + [*row["labels"]][14:]}, "labels"),
     ],
 )
-def test_a_collate_function_that_changes_the_longest_row_is_named(changes, key):
+def test_a_collate_function_that_changes_the_longest_row_is_refused(changes, key):
     refusal = reason(ACCEPTED["learned positions"](), changes=changes)
     assert refusal.startswith(f"collate changes the {key} of the longest row, but packed rows")
 
 
-def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
+def test_the_refusal_of_an_unshifted_loss_mentions_shifted_labels():
     model = ACCEPTED["learned positions"]()
 
     def unshifted(batch):
@@ -492,7 +499,7 @@ def test_a_loss_that_does_not_shift_labels_is_not_blamed_on_the_model():
     assert "labels must not be shifted before the loss shifts them" in refusal
 
 
-def test_the_check_leaves_training_modes_random_numbers_and_gradients():
+def test_the_check_restores_training_modes_random_numbers_and_gradients():
     model = Small(attend=None).train()
     model.dropout.eval()
     torch.manual_seed(3)

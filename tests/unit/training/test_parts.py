@@ -1,4 +1,4 @@
-"""A batch of any layout is divided by its rows, or refused with the treatment of each key."""
+"""Batches of many layouts are divided by rows, or refused with the treatment of each key."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def gradients_of_whole(model, loss, batch):
 
 
 def new_step(model, loss, size=2, **arguments):
-    """A step that splits by rows, and the parts that it trains."""
+    """Return a step that splits batches by rows, and the list of its trained parts."""
     parts: list[Part] = []
 
     def forward_backward(part):
@@ -68,7 +68,7 @@ def pooled(model, batch, more=0):
 
 
 def of_masked(more):
-    """A loss that adds something to the embeddings."""
+    """Return a loss that adds the result of `more` to the embeddings."""
     return lambda model, batch: cross_entropy(pooled(model, batch, more(model, batch)), batch["y"])
 
 
@@ -86,11 +86,11 @@ def of_mean(model, batch):
 PICTURES = [torch.randn(3, 8 + row, 9, generator=random) for row in range(4)]
 TARGETS = [{"score": torch.ones(()), "boxes": torch.zeros(row + 2, 4)} for row in range(4)]
 EXACT = {
-    "boxes beside a mask": (
+    "boxes with a mask": (
         {**MASKED, "bbox": torch.randn(4, 4, 4, generator=random)},
         of_masked(lambda model, batch: batch["bbox"]),
     ),
-    "a mask of columns by columns": (
+    "a square mask of columns": (
         {**MASKED, "to": torch.ones(4, 4, 4)},
         lambda model, batch: cross_entropy(
             model.linear((batch["to"] @ model.embedding(batch["ids"])).sum(1)), batch["y"]
@@ -100,7 +100,7 @@ EXACT = {
         {**MASKED, "position_ids": torch.arange(4)[None]},
         of_masked(lambda model, batch: model.embedding(batch["position_ids"])),
     ),
-    "lists of pictures and targets beside a tensor": (
+    "lists of pictures and targets with a tensor": (
         {"pictures": PICTURES, "targets": tuple(TARGETS), "y": Y},
         of_targets,
     ),
@@ -108,7 +108,7 @@ EXACT = {
         torch.randn(4, 4, generator=random),
         lambda model, batch: model.linear(batch).square().mean(),
     ),
-    "a list of words beside a tensor": (
+    "a list of words with a tensor": (
         Pair([["a"], ["bb", "c"], ["dd"], ["e"]], Y),
         lambda model, batch: cross_entropy(
             model.linear(model.embedding(torch.tensor([len(row) for row in batch.x]))), batch.y
@@ -122,7 +122,7 @@ EXACT = {
 
 
 @pytest.mark.parametrize(("batch", "loss"), EXACT.values(), ids=EXACT)
-def test_rows_of_any_layout_are_divided(batch, loss):
+def test_rows_of_many_layouts_are_divided(batch, loss):
     model = Model()
     expected = gradients_of_whole(model, loss, batch)
     step, parts = new_step(model, loss)
@@ -146,19 +146,19 @@ UNDIVIDED = {
 
 
 @pytest.mark.parametrize("batch", UNDIVIDED.values(), ids=UNDIVIDED)
-def test_rows_that_cannot_be_indexed_train_whole_and_are_refused_where_they_would_be_split(batch):
+def test_rows_that_cannot_be_indexed_train_whole_and_a_split_of_them_is_refused(batch):
     step, parts = new_step(Model(), lambda model, batch: model.linear.weight.sum(), size=4)
     for _ in range(2):
         step(batch)
     assert [(part.num_rows, type(part.batch)) for part in parts] == [(4, type(batch))] * 2
-    # A later batch does not decide anew.
+    # A later batch does not change the decision.
     split = RowSplitter(trims=True)
     split(batch)
     with pytest.raises(SettingError, match=r"cannot be divided by rows \(.*\); give split="):
         split(batch).part([0, 1])
 
 
-def test_a_tensor_of_another_size_in_a_tuple_is_not_divided_if_a_later_batch_has_as_many_rows():
+def test_a_tensor_of_another_size_in_a_tuple_is_never_divided():
     split = RowSplitter(trims=True)
     split((torch.ones(8, 3), WEIGHTS))
     with pytest.raises(SettingError, match=r"\[1\] cannot be divided by rows"):
@@ -175,7 +175,7 @@ def test_a_tensor_of_another_size_in_a_tuple_is_not_divided_if_a_later_batch_has
         (nn.Identity(), "the batch kept whole"),
     ],
 )
-def test_a_batch_that_shows_no_rows_is_refused(batch, treatment):
+def test_a_batch_without_a_number_of_rows_is_refused(batch, treatment):
     step, _ = new_step(Model(), lambda model, batch: None)
     kind = type(batch).__name__
     with pytest.raises(SettingError, match=rf"^batch='{kind}': nothing .* \({treatment}\); give"):
@@ -196,7 +196,7 @@ WEIGHTS = torch.tensor([1.0, 3.0, 9.0, 1.0])
 
 
 @pytest.mark.parametrize("num_rows", [4, 3, 8, 1])
-def test_a_key_that_the_first_batch_keeps_whole_stays_whole(num_rows):
+def test_a_key_that_was_kept_whole_in_the_first_batch_stays_whole(num_rows):
     model = Model()
     step, parts = new_step(model, weighted)
     step(classified(8, weights=WEIGHTS))
@@ -205,12 +205,12 @@ def test_a_key_that_the_first_batch_keeps_whole_stays_whole(num_rows):
     parts.clear()
     step(batch)
     assert [part.num_rows for part in parts] == [2] * (num_rows // 2) + [1] * (num_rows % 2)
-    # A key that the first batch has not is divided as this one shows.
+    # A key that the first batch lacks is divided if it has one value per row here.
     assert sum(len(part.batch["names"]) for part in parts) == num_rows
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
 
 
-def test_a_batch_that_contradicts_the_first_is_refused_where_it_would_be_split():
+def test_splitting_a_batch_that_contradicts_the_first_is_refused():
     model = Model()
     loss = lambda model, batch: weighted(model, {**batch, "weights": WEIGHTS})  # noqa: E731
     step, parts = new_step(model, loss)
@@ -226,8 +226,8 @@ def test_a_batch_that_contradicts_the_first_is_refused_where_it_would_be_split()
     assert [len(part.batch["weights"]) for part in parts] == [4]
 
 
-def test_a_key_that_the_first_batch_lacks_is_decided_later():
-    """A collator may give None or no image for texts alone."""
+def test_an_empty_key_of_the_first_batch_is_decided_later():
+    """A collator may return None or an empty tensor for rows without images."""
     model = Model()
     step, parts = new_step(model, lambda model, batch: model.linear(batch["x"]).mean())
     step(classified(4, images=None, masks=torch.ones(0, 4), boxes=[]))
@@ -238,8 +238,8 @@ def test_a_key_that_the_first_batch_lacks_is_decided_later():
 
 
 @pytest.mark.parametrize("first", ["one row", "a search"])
-def test_neither_one_row_nor_a_sample_decides(first):
-    """Of one row, as of a sample, positions of all rows seem to be a row's own."""
+def test_one_row_or_a_sample_of_a_search_does_not_decide_which_keys_are_divided(first):
+    """Positions that all rows share look like a row's own positions if the batch has one row."""
     model = Model()
 
     def loss(model, batch):
@@ -268,7 +268,7 @@ def pop_y(inner):
 
 CONTAINERS = {
     "a mapping": (dict, pop_y),
-    "a mapping of a class": (UserDict, pop_y),
+    "a mapping class": (UserDict, pop_y),
     "an encoding": (BatchEncoding, pop_y),
     "an output": (lambda values: TokenClassifierOutput(logits=values["y"]), dict.clear),
     "a list": (lambda values: [2.0], list.pop),
@@ -281,7 +281,7 @@ CONTAINERS = {
 
 
 @pytest.mark.parametrize(("build", "pop"), CONTAINERS.values(), ids=CONTAINERS)
-def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(build, pop):
+def test_values_that_a_function_removes_from_a_batch_are_restored_for_the_retry(build, pop):
     model = Model()
     batch = {"x": torch.randn(4, 4, generator=random), "more": build({"y": Y})}
     attempts = []
@@ -307,7 +307,7 @@ def test_what_a_function_removes_from_a_batch_is_there_in_its_next_attempt(build
     assert len(batch["more"])
 
 
-def test_a_batch_without_the_rows_of_an_earlier_one_is_refused():
+def test_a_batch_without_the_divided_keys_of_an_earlier_batch_is_refused():
     split = RowSplitter(trims=True)
     split({"x": torch.ones(4, 2)})
     with pytest.raises(SettingError, match=r"nothing in it shows the number of rows \(x divided\)"):

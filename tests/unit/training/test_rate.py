@@ -1,4 +1,4 @@
-"""The rate of a step: scaled by its batch, and with a scheduler of the script."""
+"""Learning rate of a step: scaled by its batch, also with a scheduler of the script."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from adaptive_batch.training import AdaptiveRate
 
 
 @pytest.mark.parametrize(("rule", "power"), [("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)])
-def test_the_rate_follows_the_rows_of_each_step(rule, power):
+def test_the_rate_is_scaled_by_the_rows_of_each_step(rule, power):
     one = training(batch_size_schedule=steps([4, 8, 16], ["8sp", "24sp"]), lr_scaling=rule)
     for step in train(one):
         assert step.rate == pytest.approx(RATE * (step.result.rows / 4) ** power, rel=1e-12)
 
 
 @pytest.mark.parametrize(("reference", "unit"), [(8, "rows"), ("100tok", "tokens")])
-def test_the_rate_belongs_to_a_reference_of_rows_or_tokens(reference, unit):
+def test_the_reference_batch_is_in_rows_or_tokens(reference, unit):
     one = training(lr_scaling="linear", reference_batch_size=reference)
     for step in train(one):
         batch = step.result.rows / 8 if unit == "rows" else step.result.tokens / 100
@@ -50,19 +50,19 @@ def rate_of_rank() -> float:
     return rate.set(rows=(4, 0)[distributed.rank()])["lr"]
 
 
-def test_a_rank_without_rows_adds_none_to_the_batch_of_the_rate():
+def test_a_rank_without_rows_does_not_count_in_the_batch_of_the_rate():
     assert run_on_ranks(rate_of_rank, 2) == [RATE, RATE]
 
 
-def test_the_time_of_a_scheduler_is_the_part_of_training_that_is_done():
-    """Of 40 rows by 4, an epoch is 10 of its steps however large the batch has become."""
+def test_the_clock_of_a_scheduler_is_independent_of_the_batch_size():
+    """An epoch of 40 rows counts as 10 steps of 4 rows, whatever its batch size."""
     one = training(batch_increase_function=at_epochs({1: 4}), schedule=lambda step: 1 / (1 + step))
     rates = [step.rate for step in train(one, epochs=2)]
     clock = [*range(10), *range(10, 20, 2)]
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
 
 
-def test_optimizers_rows_and_states_of_another_type_are_refused():
+def test_invalid_optimizers_rows_and_states_are_refused():
     for wrong in (None, [], "AdamW", [3]):
         with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of"):
             AdaptiveRate(wrong)
@@ -75,7 +75,7 @@ def test_optimizers_rows_and_states_of_another_type_are_refused():
             rate.load_state_dict(state)
 
 
-def test_a_rate_that_was_scaled_in_another_way_is_not_resumed():
+def test_a_state_with_other_scaling_is_refused():
     saved = linear(optimizer(0.1)).state_dict()
     rate = linear(optimizer(0.1), None, "sqrt")
     with pytest.raises(SettingError, match=r"^lr_scaling='sqrt': .* built with linear; resume"):
@@ -86,7 +86,7 @@ def test_a_rate_that_was_scaled_in_another_way_is_not_resumed():
 
 
 class Recording(SGD):
-    """Records the rates that its last step had."""
+    """An optimizer that records the learning rates of its last step."""
 
     def step(self, closure=None):
         self.seen = rates(self)
@@ -105,7 +105,7 @@ def rates(one):
 
 
 def applied(rate, clock, batch=1):
-    """Set the rate of a step, by a clock that may be fractional; return it."""
+    """Set and return the rate of a step for a clock that may be fractional."""
     return rate.apply(Progress(steps=clock), batch=batch)["lr"]
 
 
@@ -119,7 +119,7 @@ def cosine(step):
 
 
 class Callable:
-    """A schedule that is an object, whose state torch saves."""
+    """A schedule object whose state torch saves."""
 
     def __init__(self):
         self.scale = 0.7
@@ -129,7 +129,7 @@ class Callable:
 
 
 class Floor(LambdaLR):
-    """A LambdaLR that computes otherwise."""
+    """A LambdaLR with another formula."""
 
     def get_lr(self):
         return [max(rate, 0.06) for rate in super().get_lr()]
@@ -154,7 +154,7 @@ every_counting_scheduler = pytest.mark.parametrize("build", COUNTING.values(), i
 
 
 class Wrapped:
-    """As accelerate's and Lightning's schedulers hold the one that they step."""
+    """A wrapper of a scheduler, like those of accelerate and Lightning."""
 
     def __init__(self, scheduler):
         self.scheduler = scheduler
@@ -165,7 +165,7 @@ batches = st.lists(st.integers(1, 10_000), min_size=1, max_size=8)
 
 @every_scheduler
 @pytest.mark.parametrize(("rule", "batch"), [("none", 1), ("linear", 6), ("sqrt", 6)])
-def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
+def test_a_constant_batch_has_the_rates_of_torch(build, rule, batch):
     ours, theirs = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
     rate = linear(ours, build(ours), rule, reference_batch_size=6)
     scheduler = build(theirs)
@@ -182,8 +182,8 @@ def test_a_constant_batch_gives_torchs_own_trace(build, rule, batch):
 
 @every_scheduler
 @given(batches=batches, rule=st.sampled_from(["linear", "sqrt"]))
-def test_nothing_accumulates(build, batches, rule):
-    """The rate of a batch does not depend on the batches before it, nor on how often it is set."""
+def test_a_rate_does_not_depend_on_earlier_batches(build, batches, rule):
+    """A rate may also be set several times."""
     one, other = optimizer(0.1, 0.3), optimizer(0.1, 0.3)
     ours = linear(one, build(one), rule, reference_batch_size=16)
     constant = linear(other, build(other), rule, reference_batch_size=16)
@@ -197,7 +197,7 @@ def test_nothing_accumulates(build, batches, rule):
         assert one.seen == [scale_learning_rate(each, batch, 16, rule) for each in rates(other)]
 
 
-def test_each_optimizer_keeps_its_own_base():
+def test_each_optimizer_keeps_its_own_base_rates():
     several = [optimizer(0.1, 0.3), optimizer(0.02), optimizer(0.1)]
     rate = linear(several, LambdaLR(several[0], cosine))
     for clock, batch in enumerate((4, 16, 8, 8, 8)):
@@ -209,7 +209,7 @@ def test_each_optimizer_keeps_its_own_base():
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_shared):
+def test_a_tensor_rate_keeps_its_identity_and_is_scaled_once(is_shared):
     """torch shares one ``lr=torch.tensor(...)`` among groups."""
     one = with_tensors(0.5, 0.5)
     kept = one.param_groups[0]["lr"]
@@ -224,7 +224,7 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor_and_is_scaled_once(is_sha
         assert rates(one) == pytest.approx([0.25] * 2)
 
 
-def test_a_rate_that_is_written_by_the_step_stays_and_a_step_that_raises_restores_it():
+def test_a_rate_that_a_step_writes_is_kept_and_a_failed_step_restores_the_rate():
     one = optimizer(0.1)
     applied(linear(one), 0, 8)
     for _ in range(2):
@@ -242,8 +242,8 @@ def test_a_rate_that_is_written_by_the_step_stays_and_a_step_that_raises_restore
 
 @every_counting_scheduler
 @pytest.mark.parametrize("make", ["numbers", "tensors"])
-def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled(build, make):
-    """It is stepped by the script after each step, also after those that the script leaves out."""
+def test_a_scheduler_stepped_by_the_script_reads_and_writes_unscaled_rates(build, make):
+    """The script steps the scheduler each time, also if it skips the optimizer step."""
     ours, theirs = (
         optimizer(0.1, 0.3) if make == "numbers" else with_tensors(0.1, 0.3) for _ in range(2)
     )
@@ -262,7 +262,7 @@ def test_a_scheduler_that_is_left_out_reads_and_writes_rates_that_are_not_scaled
         assert own.get_last_lr() == plain.get_last_lr()
 
 
-def test_a_step_that_a_grad_scaler_skips_leaves_the_rate():
+def test_a_step_that_a_grad_scaler_skips_does_not_change_the_rate():
     one = optimizer(0.1)
     scheduler = CosineAnnealingLR(one, 10)
     scaler = torch.amp.GradScaler("cpu")
@@ -298,7 +298,7 @@ def test_a_second_rate_for_an_optimizer_replaces_the_first():
 
 
 def test_a_compiled_step_is_scaled_and_restored():
-    """As traced code, what restores a rate would not."""
+    """The hooks that restore rates must not be traced."""
     traces = []
     for is_compiled in (False, True):
         torch._dynamo.reset()
@@ -316,15 +316,15 @@ def test_a_compiled_step_is_scaled_and_restored():
 
 
 def without_hooks(one):
-    """As torchao's CPUOffloadOptimizer, which is an Optimizer that torch has not set up."""
+    """Change an optimizer to be like torchao's CPUOffloadOptimizer, which lacks torch's setup."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         delattr(one, name)
-    # Its step has none either.
+    # Its step calls no hooks.
     one.step = lambda closure=None: setattr(one, "seen", rates(one))
 
 
 def without_its_method(one):
-    """As accelerate's optimizer, which puts the method back that it found."""
+    """Restore the method that was found, as accelerate's optimizer does."""
     found = one.step
     applied(linear(one), 0, 4)
     one.step = found
@@ -363,12 +363,14 @@ CHANGING = (4, 4, 8, 16, 16, 2, 32, 32, 4, 7)
 @pytest.mark.parametrize("rule", ["none", "linear", "sqrt"])
 @pytest.mark.parametrize("optimizers_first", [True, False])
 @pytest.mark.parametrize("make", [optimizer, with_tensors])
-def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers_first, make):
+def test_rates_are_the_same_after_saving_and_loading_at_any_step(
+    build, rule, optimizers_first, make
+):
     ours = make(0.1, 0.3)
     rate = linear(ours, build(ours), rule)
     saved, trace = [], []
     for clock, batch in enumerate(CHANGING):
-        # After the rate of the step was set, too.
+        # The state is saved after the rate of the step is set.
         applied(rate, float(clock), batch)
         saved.append(through_a_file(ours.state_dict()))
         ours.step()
@@ -390,7 +392,7 @@ def test_saved_and_loaded_anywhere_the_trace_is_the_same(build, rule, optimizers
     "build", [*COUNTING.values(), ReduceLROnPlateau], ids=[*COUNTING, "ReduceLROnPlateau"]
 )
 @pytest.mark.parametrize("wrap", [lambda scheduler: scheduler, Wrapped], ids=["plain", "wrapped"])
-def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
+def test_a_scheduler_that_counts_its_steps_is_refused(build, wrap):
     one = optimizer(0.1)
     scheduler = build(one)
     with pytest.raises(
@@ -399,7 +401,7 @@ def test_a_scheduler_that_keeps_its_own_count_is_refused(build, wrap):
         AdaptiveRate(one, wrap(scheduler))
 
 
-def test_a_scheduler_of_another_optimizer_and_changed_groups_are_refused():
+def test_a_scheduler_of_another_optimizer_and_added_groups_are_refused():
     one = optimizer(0.1)
     for reference in (None, 0):
         with pytest.raises(SettingError, match=rf"^reference_batch_size={reference}: give "):
@@ -428,7 +430,7 @@ def scaled(optimizer, rule="none", follow=BOTH):
 
 
 def stepped(optimizer, weights, batches, *, first=0):
-    """Step with gradients that depend on the step's number alone; return what each step saw."""
+    """Step with gradients that depend only on the step's number; return each step's options."""
     rate, seen = scaled(optimizer, "sqrt"), []
     optimizer.register_step_pre_hook(
         lambda one, *_: seen.append(copy.deepcopy(one.param_groups[0]))
@@ -445,7 +447,7 @@ def stepped(optimizer, weights, batches, *, first=0):
     return seen
 
 
-def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
+def test_beta2_is_bounded_and_a_configured_value_widens_the_bounds():
     assert scale_beta2(0.99, 1e6) == 0.9
     assert scale_beta2(0.99, 1e-6) == 0.9999
     assert scale_beta2(0.8, 4) == scale_beta2(0.8, 1) == 0.8
@@ -453,7 +455,7 @@ def test_beta2_is_kept_within_bounds_that_what_is_configured_widens():
 
 
 @pytest.mark.parametrize("kind", [Adam, AdamW])
-def test_each_step_sees_what_belongs_to_its_batch_and_what_is_saved_is_the_base(kind):
+def test_each_step_has_the_options_of_its_batch_and_base_values_are_saved(kind):
     weights = parameters()
     optimizer = kind(weights, lr=0.1, betas=(0.9, 0.99), weight_decay=0.02)
     before = {key: optimizer.param_groups[0][key] for key in ("lr", "betas", "weight_decay")}
@@ -471,7 +473,7 @@ def adamw(weights):
     return AdamW(weights, lr=0.01, weight_decay=0.1)
 
 
-def test_a_run_that_is_resumed_is_bit_for_bit_the_whole_one():
+def test_a_resumed_run_equals_the_whole_run_bit_for_bit():
     batches, weights = [8, 16, 24, 40, 8, 64], parameters(64)
     optimizer = adamw(weights)
     stepped(optimizer, weights, batches)
@@ -485,7 +487,7 @@ def test_a_run_that_is_resumed_is_bit_for_bit_the_whole_one():
     assert torch.equal(rest[0], weights[0])
 
 
-def test_an_optimizer_without_them_and_what_is_not_known_are_refused_with_key_value_and_fix():
+def test_invalid_values_of_scale_with_batch_are_refused_with_the_fix():
     sgd, adamw = SGD(parameters(), lr=0.1), AdamW(parameters())
     for optimizer, names, message in (
         (sgd, {"beta2": "half_life"}, r"scale_with_batch\.beta2='half_life': .*SGD have no betas"),

@@ -1,4 +1,4 @@
-"""Gradients are sums of token losses over one count of label tokens, however a step is split."""
+"""Gradients are those of the mean over all label tokens of a step for each split."""
 
 import math
 
@@ -15,7 +15,7 @@ from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, split_by_rows
 
 
 class Causal(nn.Module):
-    """One layer of a causal transformer, whose padding lies behind each row."""
+    """A causal transformer of one layer, for right-padded rows."""
 
     def __init__(self):
         super().__init__()
@@ -28,7 +28,7 @@ class Causal(nn.Module):
 
 
 def model():
-    """Without dropout, which draws another mask for each split."""
+    """Return a model without dropout, since each split would draw another mask."""
     torch.manual_seed(0)
     return Causal().double().eval()
 
@@ -84,7 +84,7 @@ SHAPES = st.builds(
 def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):
     whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
     split, found = gradients(batch, capacity, layout=shapes)
-    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # it is a float32
+    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # float32
     assert int(split.num_labels) == int(whole.num_labels)
     assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
     assert split.tokens == sum(len(row["tokens"]) for row in batch)
@@ -94,7 +94,7 @@ def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity
 @given(batch=st.lists(rows(), min_size=1, max_size=6), capacity=CAPACITIES)
 @examples(40)
 def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
-    """Computed row by row, weighted by their labels; the scale is a float32, as torchtune's is."""
+    """Compute them row by row. The tolerance is that of a float32 scale, as in torchtune."""
     net = model()
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in batch]
     for one, count in zip(batch, counts, strict=True):
@@ -108,7 +108,7 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
 @pytest.mark.parametrize(
     "capacity", [MicroBatchLimit(4), MicroBatchLimit(1), MicroBatchLimit(20, "tokens")], ids=str
 )
-def test_gradients_are_clipped_and_their_norm_before_is_told(capacity):
+def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned(capacity):
     batch = [row(length, seed=length) for length in (4, 9, 6, 3)]
     unclipped, expected = gradients(batch, capacity)
     norm = torch.stack([gradient.norm() for gradient in expected]).norm()
@@ -120,7 +120,7 @@ def test_gradients_are_clipped_and_their_norm_before_is_told(capacity):
         assert relative_error(found, scaled) <= 1e-12
 
 
-def test_a_micro_batch_without_labels_is_skipped_and_a_step_of_them_has_no_gradient():
+def test_micro_batches_without_labels_are_skipped():
     unlabelled, labelled = row(3, masked=3), row(3, masked=1)
     result, found = gradients([unlabelled, labelled], MicroBatchLimit(1))
     assert result.micro_batches == 1
@@ -130,7 +130,7 @@ def test_a_micro_batch_without_labels_is_skipped_and_a_step_of_them_has_no_gradi
 
 
 def squared_norm(gradients):
-    """Exactly, of whatever type they are."""
+    """Return the squared norm of gradients of any type in float64."""
     return sum(
         float(gradient.double().square().sum()) for gradient in gradients if gradient is not None
     )
@@ -141,7 +141,7 @@ LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 @given(st.lists(rows(), min_size=1, max_size=9), CAPACITIES, SHAPES, LIMITS)
 @examples(60)
-def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
+def test_measuring_noise_changes_no_bit_of_a_step_if_the_split_keeps_the_order(
     batch, capacity, shapes, limit
 ):
     assume(shapes.keeps_order(capacity))
@@ -165,7 +165,7 @@ def test_measuring_the_noise_changes_no_bit_of_a_step_in_the_order_of_its_rows(
     limit=LIMITS,
 )
 @examples(60)
-def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, capacity, limit):
+def test_the_noise_sample_has_the_first_micro_batch_and_the_whole_step(batch, capacity, limit):
     result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
     (small, *_) = split_by_rows(batch, capacity.amount)
     first, of_first = gradients(small, capacity)
@@ -178,7 +178,7 @@ def test_the_sample_is_of_the_first_micro_batch_and_of_the_whole_step(batch, cap
         "small_rows": len(small),
         "small_squared_norm": pytest.approx(
             squared_norm(of_first), rel=1e-6
-        ),  # it was divided by a float32
+        ),  # divided by a float32
         "big_rows": len(batch),
         "big_squared_norm": pytest.approx(squared_norm(of_whole), rel=1e-6),
         "label_ratio": pytest.approx(per_row / (int(whole.num_labels) / len(batch))),
@@ -189,16 +189,16 @@ UNEQUAL = [row(length, masked=1, seed=length) for length in (9, 4, 6, 3)]
 
 
 NO_SAMPLE = {
-    "one piece": (UNEQUAL, 4, {"measures_noise": True}),
-    "not asked": (UNEQUAL, 1, {}),
-    "one labelled, last": ([row(5, masked=5), row(5)], 1, {"measures_noise": True}),
-    "one labelled, first": ([row(5), row(5, masked=5)], 1, {"measures_noise": True}),
-    "no label": ([row(5, masked=5), row(4, masked=4)], 1, {"measures_noise": True}),
+    "one micro-batch": (UNEQUAL, 4, {"measures_noise": True}),
+    "not measured": (UNEQUAL, 1, {}),
+    "only the last has labels": ([row(5, masked=5), row(5)], 1, {"measures_noise": True}),
+    "only the first has labels": ([row(5), row(5, masked=5)], 1, {"measures_noise": True}),
+    "no labels": ([row(5, masked=5), row(4, masked=4)], 1, {"measures_noise": True}),
 }
 
 
 @pytest.mark.parametrize(("batch", "limit", "settings"), NO_SAMPLE.values(), ids=NO_SAMPLE)
-def test_there_is_no_sample_without_two_micro_batches_drawn_alike(batch, limit, settings):
+def test_there_is_no_noise_sample_without_two_micro_batches_with_labels(batch, limit, settings):
     assert gradients(batch, MicroBatchLimit(limit), **settings)[0].noise is None
 
 
@@ -206,7 +206,7 @@ FOUR = MicroBatchLimit(4)
 
 
 class Validated:
-    """A small model with dropout in training mode but for a part of it, and what evaluates it."""
+    """Evaluation of a small model with dropout; one module is in evaluation mode."""
 
     def __init__(self, capacity=FOUR, **settings):
         self.model = Decoder(draws=True)
@@ -239,7 +239,7 @@ class Validated:
 
 
 def mean_of_label_tokens(model, batch):
-    """Row by row."""
+    """Compute the mean row by row."""
     model.eval()
     counts = [sum(label != IGNORED for label in one["labels"][1:]) for one in batch]
     with torch.no_grad():
@@ -253,7 +253,7 @@ def mean_of_label_tokens(model, batch):
 
 @given(batch=st.lists(rows(), max_size=9), capacity=CAPACITIES)
 @examples(60)
-def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, capacity):
+def test_the_validation_loss_is_the_mean_over_label_tokens_for_each_limit(batch, capacity):
     validated = Validated(capacity)
     found = validated.run(iter(batch))
     assert found == pytest.approx(
@@ -264,14 +264,14 @@ def test_the_loss_is_the_mean_over_all_label_tokens_whatever_the_limit(batch, ca
 @pytest.mark.parametrize(
     "batch", [[], [row(5, masked=5)], [row(3, masked=3), row(4, masked=4)]], ids=len
 )
-def test_without_labels_the_loss_is_nan_and_nothing_is_run(batch):
+def test_the_validation_loss_without_labels_is_nan_and_the_model_does_not_run(batch):
     validated = Validated()
     assert math.isnan(validated.run(batch))
     assert validated.shapes_run == []
 
 
 @pytest.mark.parametrize("error", [ValueError("a bad row"), KeyboardInterrupt()], ids=repr)
-def test_each_module_is_put_back_after_an_error(error):
+def test_training_modes_are_restored_after_an_error(error):
     validated = Validated()
     before = validated.modes()
 
@@ -293,7 +293,7 @@ def test_each_module_is_put_back_after_an_error(error):
     ],
     ids=str,
 )
-def test_running_out_lowers_its_own_limit_and_never_that_of_training(capacity, after):
+def test_an_oom_in_validation_lowers_only_the_limit_of_validation(capacity, after):
     batch = [row(9, masked=seed % 4, seed=seed) for seed in range(8)]
     expected = Validated(capacity).run(batch)
     validated = Validated(capacity)

@@ -1,4 +1,4 @@
-"""A step of rows: what fits, its gradients, rows of any kind, layouts."""
+"""RowStep: bounds, gradients, rows of other types, and layouts."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def peak_by_hand(one: SimpleNamespace, size: int) -> int:
     return usage.peak_bytes
 
 
-@pytest.mark.parametrize("begun_by", ["a larger batch", "a bound that is loaded", "ranks"])
-def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(begun_by):
-    """Beside the gradients of earlier micro-batches fewer rows fit."""
+@pytest.mark.parametrize("begun_by", ["a larger batch", "a loaded bound", "ranks"])
+def test_a_bound_of_whole_steps_does_not_apply_to_steps_of_several_micro_batches(begun_by):
+    """Fewer rows fit if earlier micro-batches have left gradients."""
     reference = training()
     train(reference, until=1)
     budget = {"device_memory": peak_by_hand(reference, 10), "headroom": 0.0}
@@ -59,7 +59,7 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     one = searched
     if begun_by == "a larger batch":
         one.loop.batch_size = 24
-    elif begun_by == "a bound that is loaded":
+    elif begun_by == "a loaded bound":
         one = training()
         searched.loop.batch_size = 24
         one.loop.load_state_dict(searched.loop.state_dict())
@@ -74,13 +74,13 @@ def test_a_bound_of_whole_steps_is_not_used_for_steps_of_several_micro_batches(b
     assert (result.rows, result.micro_batches) == (24, -(-24 // beside_gradients))
     one.optimizer.zero_grad()
     other = training()
-    # What was tried with gradients is known to have been.
+    # The state records that the bound was found with gradients.
     other.loop.load_state_dict(one.loop.state_dict())
     assert other.loop.run(next(iter(other.loop))).micro_batches > 1
     assert larger.loop.find_bound(**budget).max_batch_size == 9
 
 
-def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
+def test_a_search_restores_random_numbers_that_a_dataset_draws():
     class Draws(list):
         def __getitem__(self, number: int) -> Any:
             torch.rand(1), random.random(), np.random.rand()
@@ -100,7 +100,7 @@ def test_a_dataset_that_draws_as_it_is_read_leaves_no_trace_in_a_search():
 
 
 class Captions(nn.Module):
-    """Tokens beside tiles of pictures: `[rows, tiles, 16]`, or `[tiles, 16]` of all rows."""
+    """A model of tokens and image tiles: `[rows, tiles, 16]`, or `[tiles, 16]` of all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Captions(nn.Module):
 
 @pytest.mark.parametrize("pads_tiles", [True, False])
 @pytest.mark.parametrize("expected", [1, 2, 9])
-def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_largest(
+def test_a_bound_holds_for_all_rows_if_the_longest_rows_do_not_need_the_most_memory(
     pads_tiles, expected
 ):
     """Half of the rows have 40 tokens and one tile, half have 36 tokens and 64 tiles."""
@@ -151,7 +151,7 @@ def test_any_rows_fit_in_one_micro_batch_although_the_longest_rows_are_not_the_l
 
 
 def llama(**options: Any) -> SimpleNamespace:
-    """Training of a small model of transformers, on rows that it names as it does."""
+    """Return training of a small Transformers model, on rows with its keys."""
     model = transformers_model().float()
 
     def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -172,7 +172,7 @@ def llama(**options: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
 @pytest.mark.parametrize("layout", ["packed", "grouped"])
-def test_a_model_of_transformers_trains_alike_in_each_layout(
+def test_a_transformers_model_has_the_same_losses_in_each_layout(
     layout: str, limit: dict[str, int]
 ) -> None:
     found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
@@ -190,7 +190,7 @@ def test_rows_that_cannot_be_packed_are_refused(row: Any) -> None:
         llama(rows=[row] * 8, micro_batch_layout="packed", row_length=len)
 
 
-def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> None:
+def test_the_fastest_micro_batches_are_restored_unless_others_are_configured() -> None:
     one = llama(micro_batch_tokens="auto")
     before = training_state(one.model, one.optimizer)
     found = one.loop.find_bound(device_memory="1GiB", maximum=8)
@@ -220,7 +220,7 @@ def test_the_fastest_micro_batches_are_saved_unless_others_are_configured() -> N
         again.loop.load_state_dict(state)
         assert again.loop._step.sizer.layout.kind == "padded"
         assert again.loop._step.sizer.throughput is None
-    # What was found before the state was loaded stays.
+    # A result of a search before loading is kept.
     smaller = llama(micro_batch_tokens="auto")
     found = smaller.loop.find_bound(device_memory="1GiB", maximum=1)
     smaller.loop.load_state_dict(state)
@@ -238,7 +238,9 @@ def test_micro_batches_as_large_as_the_largest_step_are_timed() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_is(dynamic, caplog):
+def test_a_dynamically_compiled_model_is_timed_after_compilation_and_a_static_one_not(
+    dynamic, caplog
+):
     torch.compiler.reset()
     one = llama(micro_batch_tokens="auto")
     for layer in one.model.model.layers:
@@ -251,7 +253,7 @@ def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_
     lengths = [len(row["tokens"]) for row in ROWS]
     if dynamic:
         assert {trial.kind for trial in fastest.trials} <= {"grouped", "packed"}
-        # Compiling takes hundreds of times as long as a micro-batch here.
+        # Compilation takes hundreds of times longer than a micro-batch here.
         assert 100 * sum(lengths) / fastest.tokens_per_second < fastest.seconds
     else:
         reason = "micro-batches are excluded"
@@ -261,16 +263,16 @@ def test_a_compiled_model_is_timed_once_it_is_compiled_and_not_where_each_shape_
 
 
 @pytest.mark.parametrize("multiple", [1, 16])
-def test_a_model_whose_rows_see_padding_is_refused_before_its_steps_are_split(multiple):
+def test_a_model_that_attends_to_padding_is_refused_before_a_step_is_split(multiple):
     class Mean(Decoder):
-        """Each token sees the mean over the columns of its row, padding included."""
+        """A model that adds the mean over all columns, padding included, to each token."""
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             logits = super().forward(tokens)
             return logits + logits.mean(1, keepdim=True)
 
     model = Mean()
-    # No padding is taken for an auxiliary loss of experts.
+    # The check must not mistake padding for an auxiliary loss of experts.
     model.config = SimpleNamespace(router_aux_loss_coef=0.5)
 
     def collate_to_multiple(rows: list[Any]) -> Any:
@@ -302,8 +304,8 @@ def test_a_check_keeps_all_columns_if_boxes_of_tokens_cannot_be_cut():
     assert loop.run(next(iter(loop))).micro_batches > 1
 
 
-def test_the_check_of_a_split_restores_random_numbers_that_collating_draws(monkeypatch):
-    """A run that resumes checks other splits than one that was not ended."""
+def test_the_check_of_a_split_restores_random_numbers_that_collate_draws(monkeypatch):
+    """A resumed run checks other steps than an uninterrupted run."""
 
     def drawing(rows: list[Any]) -> Any:
         torch.rand(1)

@@ -1,4 +1,4 @@
-"""If memory runs out the limit shrinks by what is needed, and the former one is tried again."""
+"""An OOM lowers the limit to the rows that fit, and the former limit is tried again."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.training import MicroBatchSizer, OOMPolicy, RecipeStep
 from adaptive_batch.training.sizing import ShrinkRequest
 
-RESIDENT, ROW = 1000, 100  # bytes of a device that is squeezed, in a world of 32 rows
+RESIDENT, ROW = 1000, 100  # bytes of the training state and of one row
 SAID = (
     "CUDA out of memory. Tried to allocate {asked} bytes. GPU 0 has a total capacity of 79.11 GiB"
     " of which 3.59 GiB is free. Including non-PyTorch memory, this process has 75.03 GiB memory in"
@@ -31,7 +31,7 @@ SAID = (
 
 
 class Squeezed(CountedMemory):
-    """A device that reports its memory, unless `says` is False."""
+    """A device of changing size that may report its memory."""
 
     def __init__(self, held: int = RESIDENT, free: int = 32 * ROW, *, says: bool = True) -> None:
         super().__init__(CPU)
@@ -74,11 +74,11 @@ class Run:
         return self.sizer.limit(32).amount
 
     def lower(self, amount: int, *, rows: int) -> None:
-        """Take it that a micro-batch of so many rows ran out of memory, and hold less."""
+        """Lower the limit as after an OOM of a micro-batch of `rows` rows."""
         self.sizer.lower({0: ShrinkRequest(rows, 4, MicroBatchLimit(amount), SAID)})
 
     def steps(self, number: int) -> list[int]:
-        """Run so many steps; return the limit of each."""
+        """Run steps; return the limit after each."""
         amounts = []
         for _ in range(number):
             self.engine.run(ROWS, report_of(ROWS))
@@ -95,11 +95,9 @@ def found(*, says: bool = True) -> ProbeResult:
     return ProbeResult(32, 32, trials, (0.1, 0.1), sequence_length=4, resident_bytes=RESIDENT)
 
 
-@pytest.mark.parametrize("bound", [True, False], ids=["after a search", "by what failed"])
+@pytest.mark.parametrize("bound", [True, False], ids=["after a search", "without a search"])
 @pytest.mark.parametrize("share", [0.1, 0.35, 0.6])
-def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit_and_no_more(
-    share, bound
-):
+def test_the_limit_follows_memory_that_is_taken_away_and_given_back(share, bound):
     run = Run(bound=bound)
     all_of_it = run.memory.total
     assert run.steps(3) == [32] * 3
@@ -115,7 +113,7 @@ def test_memory_that_is_taken_away_and_given_back_costs_the_rows_that_do_not_fit
     assert run.sizer.num_out_of_memory == len(tried) == 4
 
 
-def test_after_a_restart_a_limit_is_tried_again_later_and_only_if_it_is_larger():
+def test_after_a_restart_a_larger_limit_is_tried_again_later():
     for rows in (4, 32):
         run = Run(bound=False, rows=rows)
         run.memory.total = RESIDENT + 4 * ROW
@@ -127,7 +125,7 @@ def test_after_a_restart_a_limit_is_tried_again_later_and_only_if_it_is_larger()
         assert len(run.changes) == (rows > 4)
 
 
-def test_where_no_device_says_what_is_free_it_is_halved_and_tried_again_later_and_later():
+def test_without_a_report_of_memory_the_limit_is_halved_and_tried_again_at_longer_intervals():
     run = Run(bound=True, says=False)
     run.memory.total = RESIDENT + 17 * ROW
     run.steps(400)
@@ -139,10 +137,10 @@ def test_where_no_device_says_what_is_free_it_is_halved_and_tried_again_later_an
     run.steps(1000)
     run.memory.total = RESIDENT + 17 * ROW
     run.steps(7)
-    assert run.changes[-2].good_steps == 5  # a failure after long is no try that has failed
+    assert run.changes[-2].good_steps == 5  # a late OOM restarts the intervals
 
 
-def test_a_run_that_is_resumed_grows_back_as_the_one_before_would_have():
+def test_a_resumed_run_raises_the_limit_like_the_uninterrupted_run():
     run, other = Run(bound=True), Run(bound=True)
     run.memory.total -= 20 * ROW
     run.steps(4)
@@ -167,7 +165,7 @@ SHAPES = st.builds(
 
 
 def smaller_limit(limit, failed, *, memory=None, error=""):
-    """Return the limit that is asked for after a micro-batch ran out of memory."""
+    """Return the requested limit after an OOM of a micro-batch."""
     size = {f"micro_batch_{'size' if limit.unit == 'rows' else 'tokens'}": limit.amount}
     sizer = MicroBatchSizer(**size, memory=memory)
     return sizer.after_out_of_memory(failed, error, failures=1).limit
@@ -178,7 +176,7 @@ def may_hold(capacity, rows, length):
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_large(
+def test_with_the_lower_limit_all_micro_batches_are_smaller_than_the_failed_one(
     lengths, capacity, shapes
 ):
     for piece in micro_batches(lengths, capacity, shapes):
@@ -195,7 +193,7 @@ def test_with_a_lower_limit_no_micro_batch_is_as_large_as_the_one_that_was_too_l
 
 
 @pytest.mark.parametrize("unit", ["rows", "tokens"])
-def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
+def test_the_lower_limit_is_half_or_the_rows_that_fit_and_at_least_one_row(unit):
     limit, row = MicroBatchLimit(640, unit), 1 if unit == "rows" else 10
 
     def smaller(rows, fits):
@@ -215,7 +213,7 @@ def test_a_limit_becomes_half_or_what_is_known_to_fit_and_at_least_a_row(unit):
     assert smaller(1, None) is smaller(1, 20) is None
 
 
-def test_no_policy_tries_again_at_once():
+def test_a_policy_that_tries_again_immediately_is_refused():
     with pytest.raises(SettingError, match="grow_after=0: give 1 or more"):
         OOMPolicy(grow_after=0)
 

@@ -1,4 +1,4 @@
-"""The check before a split compares gradients of a few rows with those of their parts."""
+"""The check before a split compares the gradients of a few rows with those of their parts."""
 
 import itertools
 from functools import partial
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def new_step(model, loss, **arguments):
-    """A step whose function multiplies the loss of a batch by the share."""
+    """Return a step whose function multiplies the loss by the share of the part."""
 
     def forward_backward(part):
         (loss(model, part.batch) * part.share).backward()
@@ -64,7 +64,7 @@ def entropy_of_batch(model, batch):
 @pytest.mark.parametrize("loss", [partial(mean, weight=WEIGHTS), valid_rows])
 @pytest.mark.parametrize("how", ["float32", "autocast", "bfloat16"])
 @pytest.mark.parametrize("zero_head", [False, True])
-def test_a_mean_with_other_weights_is_refused_where_the_losses_of_rows_are_alike(
+def test_a_mean_with_other_weights_is_refused_even_if_all_rows_have_similar_losses(
     loss, how, zero_head
 ):
     model = Net(zero_head=zero_head)
@@ -102,9 +102,7 @@ def contrastive(model, batch):
     ],
 )
 @pytest.mark.parametrize("runs_out", [False, True])
-def test_the_error_names_the_remedy_that_fits_before_anything_changes(
-    loss, has_share, says, runs_out
-):
+def test_the_error_names_the_fix_and_gradients_are_unchanged(loss, has_share, says, runs_out):
     model = Net()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -131,13 +129,13 @@ def masked(model, batch):
 
 
 @pytest.mark.parametrize("loss", [noisy, masked])
-def test_a_loss_that_draws_for_each_row_is_compared_with_the_same_numbers(loss, caplog):
+def test_a_loss_that_draws_numbers_for_each_row_is_checked_with_the_same_numbers(loss, caplog):
     model, other = Net(), Net()
     torch.manual_seed(3)
     new_step(model, loss)(rows())
     state = torch.get_rng_state()
     assert caplog.text == ""
-    # Those of a step without a check.
+    # The gradients equal those of a step without a check.
     torch.manual_seed(3)
     for first in range(0, 16, 4):
         part = {key: value[first : first + 4] for key, value in rows().items()}
@@ -167,14 +165,14 @@ def unsteady(model, batch, calls=itertools.count()):  # noqa: B008
 
 
 @pytest.mark.parametrize("loss", [noise_of_numpy, noise_over_views, unsteady])
-def test_a_loss_whose_draws_are_of_no_row_trains_with_one_line(loss, caplog):
+def test_a_random_loss_without_draws_per_row_trains_with_one_warning(loss, caplog):
     step = new_step(Net(), loss)
     for _ in range(4):
         step(rows())
     assert ["cannot be compared" in record.message for record in caplog.records] == [True]
 
 
-def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
+def test_num_labels_is_required_if_rows_without_labels_add_to_the_loss():
     def of_all_rows(model, batch):
         losses = cross_entropy(model(batch["x"]), batch["y"], reduction="none")
         return losses.mean()
@@ -186,7 +184,7 @@ def test_a_part_without_labels_that_adds_to_the_loss_needs_num_labels():
         step({**rows(), "labels": labels})
 
 
-def test_all_trained_parameters_count_those_outside_of_the_module_too():
+def test_the_check_includes_trained_parameters_outside_of_the_module():
     encoder = nn.Linear(8, 16).requires_grad_(False)
     head = nn.Linear(16, 3)
     encoder.bias.requires_grad_(True)
@@ -201,7 +199,7 @@ def test_all_trained_parameters_count_those_outside_of_the_module_too():
 
 
 class Queue(Net):
-    """Writes a buffer in each forward pass, and has a hook of a gradient."""
+    """A model that writes a buffer in each forward pass and has a gradient hook."""
 
     def __init__(self):
         super().__init__()
@@ -213,7 +211,7 @@ class Queue(Net):
         return super().forward(x)
 
 
-def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplog):
+def test_buffers_that_forward_writes_and_gradient_hooks_cause_one_warning_each(caplog):
     model = Queue()
     step = new_step(model, mean)
     for _ in range(3):
@@ -221,7 +219,7 @@ def test_buffers_that_forward_writes_and_hooks_of_gradients_are_named_once(caplo
     assert len(caplog.records) == 2
     assert "writes 1 tensor (queue)" in caplog.text
     assert "head.weight" in caplog.text
-    # Four parts of three batches, and no pass of the check.
+    # Four parts of three batches, without the passes of the check.
     expected = torch.zeros(3)
     for _ in range(12):
         expected = expected * 0.5 + 1
@@ -241,7 +239,7 @@ def test_a_forward_that_writes_frozen_parameters_is_refused():
         new_step(model, averages)(rows())
 
 
-def test_an_auxiliary_loss_of_experts_is_warned_of_where_the_configuration_names_it(caplog):
+def test_an_auxiliary_loss_of_experts_in_the_configuration_causes_one_warning(caplog):
     model = Net()
     model.config = SimpleNamespace(router_aux_loss_coef=0.02)
 
@@ -249,7 +247,7 @@ def test_an_auxiliary_loss_of_experts_is_warned_of_where_the_configuration_names
         if coefficient is None:
             coefficient = model.config.router_aux_loss_coef
         chosen = model(batch["x"]).softmax(-1).mean(0)
-        # Differs by more than twice the coefficient.
+        # The gradients differ by more than twice the coefficient.
         return mean(model, batch) + coefficient * 30 * chosen.square().sum()
 
     step = new_step(model, balanced)
@@ -263,7 +261,7 @@ def test_an_auxiliary_loss_of_experts_is_warned_of_where_the_configuration_names
 
 
 class Pooled(nn.Module):
-    """Takes the mean over all columns, padding included, if it has no mask."""
+    """A model that averages all columns, padding included, unless it uses the mask."""
 
     def __init__(self, *, masks):
         super().__init__()
@@ -353,7 +351,7 @@ def test_a_function_that_changes_the_gradients_of_earlier_parts_is_refused():
 
 
 def masked_tokens(number):
-    """Rows of which some have their first label, as for masked language models."""
+    """Return rows with labels at random tokens, including the first one, as for masked LMs."""
     generator = torch.Generator().manual_seed(number)
     tokens = torch.randint(1, 9, (16, 12), generator=generator)
     labels = tokens.masked_fill(torch.rand(16, 12, generator=generator) > 0.3, -100)
@@ -373,7 +371,7 @@ def assert_trains_as_whole(step, model, loss, batch):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_them(seed):
+def test_first_labels_count_from_the_first_batch_on_if_the_loss_includes_them(seed):
     model = token_model(seed)
 
     def of_tokens(model, batch):
@@ -386,7 +384,7 @@ def test_first_labels_are_counted_from_the_first_batch_on_if_the_loss_counts_the
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of_the_batch(seed):
+def test_rows_with_only_a_first_label_run_if_the_loss_divides_by_the_labels_of_the_batch(seed):
     model = token_model(seed)
 
     def per_label_of_the_batch(model, batch):
@@ -394,7 +392,7 @@ def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of
         return cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / 50
 
     def forward_backward(part):
-        # As Trainer does with its number of items, the share cancels out.
+        # The share cancels out, as with Trainer's number of items.
         (per_label_of_the_batch(model, part.batch) / part.share * part.share).backward()
 
     step = AdaptiveStep(model, forward_backward, micro_batch_size=1)
@@ -409,7 +407,7 @@ def test_rows_whose_only_label_is_the_first_run_if_the_loss_counts_the_labels_of
         assert_trains_as_whole(step, model, per_label_of_the_batch, batch)
 
 
-def test_a_part_with_only_first_labels_is_named_while_no_check_could_tell(caplog):
+def test_a_part_with_only_first_labels_causes_a_warning_if_no_check_succeeded(caplog):
     model = token_model()
 
     def not_finite(model, batch):
@@ -443,7 +441,7 @@ def test_rows_of_one_token_have_no_label_in_a_causal_model():
         assert_trains_as_whole(step, model, causal, batch_of(lengths))
 
 
-def test_the_first_batch_whose_parts_leave_padding_out_is_checked(caplog):
+def test_the_first_batch_with_parts_without_padding_is_checked(caplog):
     model = Pooled(masks=False)
     step = new_step(model, lambda model, batch: cross_entropy(model(batch), batch["y"]))
     even = {**texts(), "input_ids": torch.ones(8, 9, dtype=torch.long)}
@@ -455,7 +453,7 @@ def test_the_first_batch_whose_parts_leave_padding_out_is_checked(caplog):
     assert "parts of a batch keep all columns" in caplog.text
 
 
-def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():
+def test_a_small_term_without_share_is_refused_for_many_parts():
     def forward_backward(part):
         weight = model.body.weight
         (mean(model, part.batch) * part.share + 5e-4 * weight.square().sum()).backward()
@@ -465,7 +463,7 @@ def test_a_small_term_without_share_is_refused_if_many_parts_would_add_it():
         AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows(256))
 
 
-def test_a_part_that_fails_is_one_sentence_with_the_treatment_of_each_key():
+def test_the_error_of_a_failing_part_has_the_treatment_of_each_key():
     def fails(model, batch):
         if len(batch["x"]) != len(batch["more"]):
             raise ValueError("rows differ")

@@ -1,4 +1,4 @@
-"""Parts of a packed batch have whole documents, and gradients that add up to those of the batch."""
+"""Parts of a packed batch have whole documents, and their gradients sum to the batch's."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from adaptive_batch.training.splitters import documents_of
 
 
 def gradients(model, batch, **arguments):
-    """The gradients of a batch, with what its step ran."""
+    """Return the gradients of a batch, and the parts of its step."""
     model.zero_grad()
     seen = []
 
@@ -34,7 +34,7 @@ LENGTHS = st.lists(st.integers(2, 9), min_size=2, max_size=8)
 @pytest.mark.parametrize("form", FORMS)
 @given(lengths=LENGTHS, size=st.integers(1, 30), by_tokens=st.booleans())
 @examples(25)
-def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by_tokens):
+def test_gradients_of_parts_sum_to_those_of_the_batch(form, lengths, size, by_tokens):
     batch = FORMS[form](lengths)
     assert documents_of(batch).lengths == lengths
     model = Attends()
@@ -48,7 +48,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by
     for part in parts:
         if not by_tokens:
             assert part.num_rows <= limit["micro_batch_size"]
-        # The batch as it is has its padding too.
+        # The whole batch may also have padding.
         elif part.num_rows == len(lengths):
             assert sum(lengths) <= size or part.num_rows == 1
         else:
@@ -57,7 +57,7 @@ def test_gradients_of_parts_add_up_to_those_of_the_batch(form, lengths, size, by
 
 
 @pytest.mark.parametrize("first_position", [0, 2])
-def test_values_of_documents_are_divided_and_numbers_stay(first_position):
+def test_values_of_documents_are_divided_and_numbers_are_kept(first_position):
     positions = flat([3, 2, 4])[2][None] + first_position
     batch = row_of([3, 2, 4], position_ids=positions)
     batch |= {"weights": torch.tensor([1.0, 2.0, 3.0]), "texts": ["a", "b", "c"], "scale": 2.0}
@@ -75,17 +75,17 @@ def test_values_of_documents_are_divided_and_numbers_stay(first_position):
     [torch.zeros(5, 2), [1, 2], {"pixels": torch.zeros(3)}, torch.zeros(5, 3, 9, 9)],
     ids=["rows", "a list", "a mapping", "as wide as the tokens"],
 )
-def test_a_value_that_belongs_to_neither_tokens_nor_documents_is_refused(value):
+def test_a_value_without_an_entry_per_token_or_document_is_refused(value):
     batch = row_of([3, 2, 4], position_ids=flat([3, 2, 4])[2][None], images=value)
     with pytest.raises(SettingError, match=r"^batch='images': 3 documents .* neither 3 doc"):
         gradients(Attends(), batch, micro_batch_size=1)
 
 
-def test_a_batch_without_positions_and_labels_that_another_document_predicts_are_refused():
+def test_missing_positions_and_labels_across_documents_are_refused():
     tokens, labels, positions = flat([4, 5])
     with pytest.raises(SettingError, match=r"^batch='9 documents .* positions"):
         gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
-    # The tokens of a single document are no rows.
+    # A single document is not a batch of rows.
     assert documents_of({"tokens": tokens[:4], "labels": labels[:4], "positions": positions[:4]})
     batch = row_of([4, 5], position_ids=positions[None], labels=tokens[None])
     with pytest.raises(SettingError, match="predicts the first token of the next one"):
@@ -93,13 +93,13 @@ def test_a_batch_without_positions_and_labels_that_another_document_predicts_are
 
 
 @pytest.mark.parametrize("ends", [[0, 9, 4], [0, 4, 12]])
-def test_ends_that_are_not_those_of_the_tokens_are_refused(ends):
+def test_invalid_ends_of_documents_are_refused(ends):
     batch = row_of([4, 5], cu_seqlens=torch.tensor(ends))
     with pytest.raises(SettingError, match=r"^batch='. documents? packed into 1 row of 9 tokens':"):
         documents_of(batch).part([0])
 
 
-def test_tokens_after_the_last_document_are_in_no_part():
+def test_parts_omit_tokens_after_the_last_document():
     batch = row_of([4, 5, 2], cu_seqlens=torch.tensor([0, 4, 9]))
     batch["labels"][0, 9:] = -100
     parts = documents_of(batch)
@@ -110,12 +110,12 @@ def test_tokens_after_the_last_document_are_in_no_part():
         documents_of(batch).part([1])
 
 
-def test_rows_that_are_not_packed_have_no_documents():
+def test_unpacked_rows_have_no_documents():
     places = torch.arange(17)
     several = torch.cat([torch.arange(length) for length in (7, 2, 5, 3)])
     for positions in (
         places[None],
-        # Padded behind and in front, by zeros and by ones.
+        # Right padding, and left padding with zeros and ones.
         (places * (places < 9))[None],
         (places - 8).clamp(min=0)[None],
         (places - 8).where(places >= 8, 1)[None],
@@ -125,13 +125,13 @@ def test_rows_that_are_not_packed_have_no_documents():
 
 
 def packed_rows(num_rows):
-    """Batch of packed rows in which each token predicts the next one, also across documents."""
+    """Return packed rows whose tokens predict the next token, even in another document."""
     _, _, positions = flat([4, 5, 3])
     tokens = torch.stack([flat([4, 5, 3], seed=row)[0] for row in range(num_rows)])
     return {"input_ids": tokens, "labels": tokens, "position_ids": positions.repeat(num_rows, 1)}
 
 
-def test_the_last_batch_of_one_packed_row_is_not_split_if_the_batches_before_had_several_rows():
+def test_a_last_batch_of_one_packed_row_stays_whole_after_batches_of_several_rows():
     embedding = torch.nn.Embedding(VOCABULARY, VOCABULARY)
     parts = []
 
@@ -150,7 +150,7 @@ def test_the_last_batch_of_one_packed_row_is_not_split_if_the_batches_before_had
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
-def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
+def test_the_first_packed_batch_is_checked_even_after_other_batches(steps_before):
     class Mixes(Attends):
         def forward(self, batch):
             return super().forward({**batch, "position_ids": torch.arange(batch["labels"].numel())})
@@ -173,7 +173,7 @@ def test_the_first_packed_batch_is_checked_whenever_it_comes(steps_before):
 
 @given(lengths=LENGTHS, form=st.sampled_from(sorted(FORMS)), fails_at=st.integers(0, 9))
 @examples(40)
-def test_a_step_that_ran_out_of_memory_has_the_bits_of_the_same_parts(lengths, form, fails_at):
+def test_a_retried_step_equals_its_parts_bit_for_bit(lengths, form, fails_at):
     model, batch, ran = Attends(), FORMS[form](lengths), []
 
     def forward_backward(part):

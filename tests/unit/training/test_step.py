@@ -1,6 +1,6 @@
-"""After running out of memory a step is run again, as if it had had less capacity from the start.
+"""After an OOM a step runs again as if its limit had been lower from the start.
 
-Every operation: benchmarks/faults.py.
+benchmarks/faults.py lets every operation run out of memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TASKS = [("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
         *(pytest.param(*LORA, checkpointing, marks=pytest.mark.nightly) for checkpointing in BOTH),
     ],
 )
-def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
+def test_a_retried_step_trains_as_with_a_lower_limit_after_an_oom_anywhere(
     unit, checkpointing, nested, adapters, task
 ):
     swept = list(sweep(Way(unit, checkpointing, nested, adapters, task), every=79))
@@ -40,8 +40,8 @@ def test_training_goes_on_as_if_the_limit_had_been_lower_wherever_it_ran_out(
     assert [differing for _, differing in swept if differing] == []
 
 
-def test_the_comparison_sees_another_step_and_another_limit():
-    """Else the fact above could not fail."""
+def test_the_comparison_detects_another_step_and_another_limit():
+    """This shows that the test above can fail."""
     way = Way("rows", checkpointing=False)
     trained = train(way).state
     assert differences(trained, train(way).state) == []
@@ -56,7 +56,7 @@ SAID = "CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 has none."
 
 
 class Step:
-    """One small model and its runner, which runs out where the test says."""
+    """A small model and its runner, which runs out of memory if `too_large` returns true."""
 
     def __init__(self, *, capacity=FOUR, **settings):
         self.model = Decoder()
@@ -83,7 +83,7 @@ def rows(*lengths):
 
 
 @pytest.mark.parametrize("capacity", [MicroBatchLimit(8), MicroBatchLimit(72, "tokens")], ids=str)
-def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(capacity):
+def test_the_error_of_a_row_that_does_not_fit_has_numbers_and_remedies(capacity):
     step = Step(capacity=capacity)
     step.too_large = lambda tokens: tokens.shape[1] >= 9
     with pytest.raises(DoesNotFitError) as caught:
@@ -101,7 +101,7 @@ def test_one_row_that_does_not_fit_alone_is_an_error_with_numbers_and_remedies(c
         (False, torch.OutOfMemoryError(SAID)),
     ],
 )
-def test_another_error_or_any_without_retries_is_raised_as_it_is(retries, error):
+def test_other_errors_and_an_oom_without_retries_are_raised_unchanged(retries, error):
     step = Step(retries=retries)
 
     def fail(tokens):

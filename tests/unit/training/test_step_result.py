@@ -1,4 +1,4 @@
-"""Steps that are not finite: what is said of them, and what came before."""
+"""Logging and skipping of nonfinite steps, and the mean loss of full batches."""
 
 from types import SimpleNamespace
 
@@ -30,7 +30,7 @@ def result(loss, norm=None):
     )
 
 
-def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
+def test_the_first_of_several_nonfinite_steps_is_printed_and_all_are_counted():
     steps, events, dropped = steps_of("warn")
     losses = [2.0, NAN, INF, -INF, -3.0, NAN]
     for step, loss in enumerate(losses):
@@ -47,7 +47,7 @@ def test_of_several_in_a_row_the_first_is_printed_and_all_are_counted():
     assert dropped == []
 
 
-def test_gradients_are_looked_at_where_the_step_would_not_be_taken():
+def test_gradients_are_checked_only_if_nonfinite_steps_are_skipped():
     steps, events, dropped = steps_of("skip")
     for norm, drops in ((None, False), (3.0, False), (NAN, True), (INF, True)):
         assert steps.drop_if_nonfinite(result(1.0, norm), Progress(), lr=0.1) == drops
@@ -61,7 +61,7 @@ STEPS = st.lists(st.tuples(st.floats(0, 10), st.integers(0, 50), st.integers(1, 
 
 
 @given(STEPS, st.integers(1, 20), st.data())
-def test_each_step_counts_in_one_average_weighted_by_its_label_tokens(steps, rows, data):
+def test_each_step_counts_in_one_mean_weighted_by_its_label_tokens(steps, rows, data):
     cut = data.draw(st.integers(0, len(steps)))
     meter, open_steps = FullBatchLoss(rows), []
     for number, (loss, labels, size) in enumerate(steps):
