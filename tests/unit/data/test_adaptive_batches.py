@@ -1,4 +1,4 @@
-"""AdaptiveBatches have each row once an epoch while they grow, are prefetched, or resume."""
+"""AdaptiveBatches use each row once per epoch while they grow, are prefetched, or resume."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_STEPS = 45
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """Rows that are their numbers, of 1 to 12 tokens."""
+    """A dataset of numbered rows of 1 to 12 tokens."""
 
     def __init__(self, num_rows: int = NUM_ROWS) -> None:
         self.num_rows = num_rows
@@ -70,7 +70,7 @@ def loader_of(batches: AdaptiveBatches, **options: Any) -> DataLoader[Any]:
 def train(
     batches: AdaptiveBatches, *, epochs: int = EPOCHS, until: int = 10**9, **options: Any
 ) -> list[tuple[int, list[int]]]:
-    """Train until these epochs or steps are done; return the epoch and the rows of each step."""
+    """Train until an epoch or a step; return the epoch and the rows of each step."""
     seen = []
     loader = loader_of(batches, **options)
     while batches.progress.epoch < epochs and batches.progress.steps < until:
@@ -105,7 +105,7 @@ def test_no_row_is_lost_or_repeated(num_rows, batch_size, growth, seed, shuffle)
         assert batches.progress.samples == num_rows * (epoch + 1)
 
 
-def test_rules_do_not_pass_a_maximum():
+def test_batches_do_not_exceed_a_maximum():
     for beyond, most in ((False, 6), (True, 7)):
         batches = growing(maximum=6, sampling=Sampling(grow_beyond_maximum=beyond))
         assert max(len(rows) for _, rows in train(batches)) == most
@@ -123,7 +123,7 @@ def test_a_batch_size_may_be_set_between_epochs():
         scheduled.set_batch_size(4)
 
 
-def test_the_length_is_the_steps_that_are_left_of_this_epoch():
+def test_the_length_is_the_number_of_remaining_steps_of_the_epoch():
     batches = growing()
     assert (len(batches), batches.num_steps(EPOCHS)) == (22, NUM_STEPS)
     assert len(loader_of(batches)) == 22
@@ -136,7 +136,7 @@ def test_the_length_is_the_steps_that_are_left_of_this_epoch():
     assert length == len(train(by_tokens, epochs=1))
 
 
-def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead():
+def test_progress_counts_used_batches_and_not_prefetched_ones():
     options = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 4}
     batches = growing()
     for number, rows in enumerate(loader_of(batches, **options)):
@@ -150,7 +150,7 @@ def test_progress_counts_batches_that_are_used_and_not_those_that_are_read_ahead
 
 
 @pytest.mark.parametrize(("calls_step", "warnings"), [(False, 3), (True, 0)])
-def test_each_epoch_that_is_repeated_without_a_step_gives_a_warning(calls_step, warnings, caplog):
+def test_each_epoch_without_calls_of_step_causes_a_warning(calls_step, warnings, caplog):
     batches = growing()
     for _ in range(4):
         num_read = len(list(batches))
@@ -162,7 +162,7 @@ def test_each_epoch_that_is_repeated_without_a_step_gives_a_warning(calls_step, 
 
 
 class ByEpoch:
-    """A sampler that is seeded by its epoch, as DistributedSampler is."""
+    """A sampler with a seed per epoch, like DistributedSampler."""
 
     def __init__(self) -> None:
         self.epoch = -1
@@ -183,7 +183,7 @@ def seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-# Each is built with a seed that differs from one process to the next.
+# Each process builds its sampler with another seed.
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "drawn here": lambda seed: None,
     "generator": lambda seed: RandomSampler(range(NUM_ROWS), generator=seeded(seed)),
@@ -200,9 +200,9 @@ SAMPLERS: dict[str, Callable[[int], Any]] = {
     ("done", "num_workers"), [*((done, 0) for done in (5, 22, 25, 44)), (22, 2), (44, 2)]
 )
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_a_resumed_run_takes_the_batches_that_are_left(sampler, done, num_workers, tmp_path):
+def test_a_resumed_run_takes_the_remaining_batches(sampler, done, num_workers, tmp_path):
     torch.manual_seed(0)
-    # Tokens are counted, which reads the order ahead.
+    # Counting tokens reads the order ahead.
     batches = growing(sampler=SAMPLERS[sampler](1), row_length=num_tokens)
     before = train(batches, until=done, num_workers=num_workers)
     torch.save(batches.state_dict(), tmp_path / "state.pt")
@@ -220,7 +220,7 @@ def test_a_resumed_run_takes_the_batches_that_are_left(sampler, done, num_worker
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_looking_ahead_draws_nothing_from_a_sampler(sampler):
+def test_num_steps_does_not_change_the_order_of_a_sampler(sampler):
     orders = []
     for looks in (False, True):
         torch.manual_seed(0)
@@ -236,7 +236,7 @@ def test_looking_ahead_draws_nothing_from_a_sampler(sampler):
     assert orders[0] == orders[1]
 
 
-def test_the_order_of_a_sampler_is_taken_and_it_may_take_fewer_rows():
+def test_batches_use_the_order_of_a_sampler_that_may_omit_rows():
     seen = train(growing(sampler=ByEpoch()))
     for epoch in range(EPOCHS):
         order = list(range(NUM_ROWS))
@@ -260,7 +260,7 @@ def batches_of_rank(done: int) -> list[list[int]]:
     return [rows for _, rows in [*before, *train(resumed)]]
 
 
-def test_ranks_deal_the_rows_of_a_step_among_them_and_take_no_sampler():
+def test_ranks_divide_the_rows_of_a_step_and_refuse_a_sampler():
     grow = lambda epoch, size: 4 * (epoch > 0)  # noqa: E731
     whole = train(AdaptiveBatches(Rows(), 6, batch_increase_function=grow))
     ranks = run_on_ranks(batches_of_rank, 2, 4)
@@ -295,7 +295,7 @@ REFUSED: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("key", REFUSED)
-def test_arguments_that_cannot_be_used_are_refused(key):
+def test_invalid_arguments_are_refused(key):
     for value in REFUSED[key]:
         is_whole = isinstance(value, dict) and key in value
         options = {"batch_size": 3, **(value if is_whole else {key: value})}
@@ -313,13 +313,13 @@ def test_arguments_that_cannot_be_used_are_refused(key):
         ("max_rows_per_batch", ["8"]),
     ],
 )
-def test_a_sampling_that_cannot_be_used_is_refused(key, values):
+def test_an_invalid_sampling_is_refused(key, values):
     for value in values:
         with pytest.raises(SettingError, match=f"^{key}="):
             Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
 
 
-def test_a_step_without_a_batch_is_refused():
+def test_step_without_a_batch_is_refused():
     batches = growing()
     with pytest.raises(ValueError, match="no batch is waiting: call step"):
         batches.step()
@@ -338,7 +338,7 @@ def test_a_step_without_a_batch_is_refused():
         (NUM_ROWS, {"sampler": ByEpoch()}, "sampler='ByEpoch': the saved state was built with"),
     ],
 )
-def test_a_state_of_other_arguments_or_of_no_batches_is_refused(rows, options, message):
+def test_a_state_of_other_arguments_or_another_object_is_refused(rows, options, message):
     batches = AdaptiveBatches(Rows(), 3)
     train(batches, until=2)
     other = AdaptiveBatches(Rows(rows), **{"batch_size": 3, **options})
@@ -350,7 +350,7 @@ def test_a_state_of_other_arguments_or_of_no_batches_is_refused(rows, options, m
 
 
 class Unrepeatable(ByEpoch):
-    """A sampler that draws another order each time."""
+    """A sampler whose order cannot be repeated."""
 
     source = random.Random(0)
 
@@ -358,7 +358,7 @@ class Unrepeatable(ByEpoch):
         return iter(self.source.sample(range(NUM_ROWS), NUM_ROWS))
 
 
-def test_a_sampler_that_cannot_be_drawn_again_is_refused():
+def test_resuming_a_sampler_with_unrepeatable_order_is_refused():
     batches = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())
     train(batches, until=5)
     resumed = AdaptiveBatches(Rows(), 3, sampler=Unrepeatable())

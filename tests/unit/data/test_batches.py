@@ -1,4 +1,4 @@
-"""Batches have each row once an epoch, from any position, and alike in a dry run and training."""
+"""Batches use each row once per epoch, from any position, with equal steps in dry runs."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
 
 
 def batches_of(lengths, *, maximum=None, ranks=1, counts_tokens=True, **batching):
-    """Batches of rows of these lengths."""
+    """Return batches of rows of the given lengths."""
     rows = DatasetAdapter([{"tokens": torch.zeros(length)} for length in lengths])
     sizer = NoSizer(maximum, batching.get("batch_tokens"))
     batches = Batches(
@@ -27,7 +27,7 @@ def batches_of(lengths, *, maximum=None, ranks=1, counts_tokens=True, **batching
 
 
 def of_sizes(rows, counts, **batching):
-    """Steps of so many rows each, which begin anew after the last of them."""
+    """Return batches with steps of `counts` rows, in a cycle."""
     batching = Batching(
         batch_size=1,
         batch_size_schedule=lambda progress: counts[progress.steps % len(counts)],
@@ -37,17 +37,17 @@ def of_sizes(rows, counts, **batching):
 
 
 def rows_of_step(plan, step):
-    """The rows of a step of equal ones, counted from 0."""
+    """Return the rows of step `step` of a plan with a constant batch."""
     return min(plan.global_rows, plan.rows - step * plan.global_rows)
 
 
 def ahead_of(batches, epochs):
-    """The remaining steps, walked without training."""
+    """Return the remaining steps of a dry run."""
     return list(batches.dry_run(counts_tokens=True).remaining(epochs))
 
 
 def taken(batches):
-    """The row numbers of each step that is left of the epoch."""
+    """Run the remaining steps of the epoch; return their row numbers."""
     steps = []
     for step in batches.steps():
         assert step.own == step.numbers
@@ -61,7 +61,7 @@ def taken(batches):
 @given(rows=st.integers(1, 100), counts=sizes, epoch=st.integers(0, 3), shuffle=st.booleans())
 @example(rows=6000, counts=[700, 40, 1500], epoch=1, shuffle=True)
 @examples(50)
-def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, shuffle):
+def test_batches_of_all_sizes_keep_the_order_of_the_sampler(rows, counts, epoch, shuffle):
     sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
     sampler.set_epoch(epoch)
     batches = of_sizes(rows, counts, shuffle=shuffle)
@@ -80,7 +80,7 @@ def test_batches_of_any_sizes_hand_out_the_samplers_order(rows, counts, epoch, s
 
 
 @pytest.mark.parametrize(("maximum", "sizes"), [(None, [3, 5, 8]), (6, [3, 5, 6])])
-def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch(maximum, sizes):
+def test_a_dry_run_calls_a_copy_of_the_growth_function_once_per_epoch(maximum, sizes):
     class Counting:
         calls = 0
 
@@ -97,7 +97,7 @@ def test_looking_ahead_asks_a_copy_of_the_growth_function_once_an_epoch(maximum,
     assert [*ahead.values()] == grown == sizes
 
 
-def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
+def test_the_configured_batch_replaces_a_saved_batch_that_is_not_kept():
     growth = {"batch_increase_function": at_epochs({1: 3, 2: 5})}
     grown = batches_of([1] * 30, batch_size=2, **growth)
     taken(grown)
@@ -108,7 +108,7 @@ def test_a_saved_batch_that_is_not_kept_is_the_configured_one():
     assert resumed.batch_size == resumed.first_batch_size == 3
 
 
-def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
+def test_a_schedule_is_bounded_by_the_saved_maximum_until_it_is_reset():
     rule = linear_ramp(start=2, end=32, over="10ba")
     saved = batches_of([1] * 60, maximum=20, batch_size=2, batch_size_schedule=rule)
     batches = batches_of([1] * 60, maximum=8, batch_size=2, batch_size_schedule=rule)
@@ -125,7 +125,7 @@ def test_a_schedule_continues_to_the_saved_maximum_until_that_is_forgotten():
     st.booleans(),
     st.none() | st.integers(1, 50),
 )
-def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, drop_last, most):
+def test_a_dry_run_of_a_constant_batch_equals_its_plan(rows, batch_size, ranks, drop_last, most):
     ends = {"drop_last": drop_last, "max_steps_per_epoch": most}
     batches = batches_of([1] * rows, ranks=ranks, batch_size=batch_size, **ends)
     planned = {"global_rows": batch_size * ranks, "drop_last": drop_last, "max_steps": most}
@@ -144,7 +144,7 @@ def test_a_constant_batch_is_walked_as_it_is_planned(rows, batch_size, ranks, dr
     [{"batch_size": 1, "batch_tokens": 60}, {"batch_size": 3, "sample_order": "seqlen"}],
     ids=["by tokens", "short to long"],
 )
-def test_a_resumed_epoch_and_the_constant_one_are_planned_by_the_saved_lengths(batching):
+def test_a_resumed_epoch_is_planned_with_the_saved_lengths(batching):
     before = batches_of(range(1, 41), **batching)
     before.begin_epoch()
     begun, constant, order = before.plan, before.constant_epoch, before.order.tolist()

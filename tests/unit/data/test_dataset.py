@@ -1,4 +1,4 @@
-"""Labels of users' batches are counted, their losses checked, and their rows named."""
+"""Losses of user functions are checked, and rows of datasets are measured."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_LOSSES = {
 }
 
 
-def test_what_is_no_mean_loss_is_refused_with_what_it_is() -> None:
+def test_an_invalid_mean_loss_is_refused_with_its_type() -> None:
     for kind, loss in NO_LOSSES.items():
         with pytest.raises(SettingError, match=f"^mean_loss='{kind}': "):
             check_loss(loss)
@@ -30,7 +30,7 @@ def test_what_is_no_mean_loss_is_refused_with_what_it_is() -> None:
         check_loss(WEIGHTS.sum().detach())
 
 
-def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
+def test_a_mean_loss_is_converted_to_a_scalar_of_at_least_32_bits() -> None:
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         expected = torch.float64 if dtype == torch.float64 else torch.float32
         for shape in ((), (1,), (1, 1)):
@@ -39,11 +39,11 @@ def test_a_mean_loss_is_one_number_of_32_bits_or_more() -> None:
             assert (loss.dtype, loss.shape, loss.item()) == (expected, (), given.item())
     single = WEIGHTS.mean()
     assert check_loss(single) is single
-    with torch.no_grad():  # as the loss of a validation
+    with torch.no_grad():  # as in validation
         assert check_loss(WEIGHTS.mean()) == 1
 
 
-def test_rows_are_measured_by_tokens_and_by_the_bytes_of_all_but_text() -> None:
+def test_rows_are_measured_in_tokens_and_in_bytes_of_other_data() -> None:
     text = {"input_ids": torch.arange(5), "mask": [True] * 5, "weight": np.int64(3)}
     tiles = [torch.ones(2, 3), {"pixels": np.ones((4, 4), np.uint8)}, (torch.ones(5),), "name"]
     rows = DatasetAdapter([text, {**text, "tiles": tiles}])

@@ -1,4 +1,4 @@
-"""Rows that a thread prefetches: the same rows, errors and draws as without it."""
+"""Prefetching rows in a thread changes neither rows nor errors nor random numbers."""
 
 import os
 import random
@@ -19,7 +19,7 @@ WATCHED = 32
 
 
 class Squares:
-    """Rows that note who reads them, and that no two threads may read at once."""
+    """A dataset that records the reading thread and detects simultaneous reads."""
 
     def __init__(self, num_rows=200, *, seconds=0.0, draw=lambda: None):
         self.num_rows, self.seconds, self.draw = num_rows, seconds, draw
@@ -41,7 +41,7 @@ class Squares:
 
 
 class Epoch:
-    """Takes the rows of an epoch step by step, and names the next ones, as a planner does."""
+    """Takes the rows of an epoch step by step and announces the next rows, like a planner."""
 
     def __init__(self, dataset, *, order=None, position=0):
         self.order = list(range(len(dataset))) if order is None else order
@@ -68,7 +68,7 @@ class Epoch:
 
 
 def started(dataset):
-    """Return an epoch whose first rows are taken and watched, with one more row prefetched."""
+    """Return an epoch after the reads that decide on prefetching, with one prefetched row."""
     epoch = Epoch(ReadAhead(dataset))
     assert epoch.take(WATCHED - 1) + epoch.take(1) == [number * number for number in range(WATCHED)]
     wait_until(lambda: not threads())
@@ -92,7 +92,7 @@ def threads():
     seed=st.integers(0, 3),
 )
 @examples(30)
-def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
+def test_prefetching_does_not_change_the_rows(takes, position, seed):
     dataset = Squares(seconds=1e-5)
     order = row_order(200, shuffle=True, seed=seed, epoch=1).tolist()
     ahead = Epoch(ReadAhead(dataset), order=order, position=position)
@@ -108,7 +108,7 @@ def test_what_is_handed_out_does_not_depend_on_it(takes, position, seed):
     assert not dataset.overlapped
 
 
-def test_the_rows_of_a_step_like_the_last_are_read_once_and_no_more():
+def test_the_rows_of_the_next_step_are_read_once():
     dataset = Squares(seconds=1e-4)
     epoch = started(dataset)
     epoch.take(8, only=[1, 5])
@@ -120,7 +120,7 @@ def test_the_rows_of_a_step_like_the_last_are_read_once_and_no_more():
 
 
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), np.random.random])
-def test_a_dataset_that_draws_is_read_when_it_is_asked_for(draw):
+def test_a_dataset_that_draws_random_numbers_is_not_prefetched(draw):
     dataset = Squares(draw=draw)
     epoch = started(dataset)
     epoch.take(8)
@@ -129,7 +129,7 @@ def test_a_dataset_that_draws_is_read_when_it_is_asked_for(draw):
     assert dataset.by_thread == []
 
 
-def test_the_draws_of_training_stay_as_they_are():
+def test_prefetching_does_not_change_random_numbers_of_training():
     states = []
     for dataset in (Squares(), ReadAhead(Squares())):
         torch.manual_seed(1)
@@ -140,7 +140,7 @@ def test_the_draws_of_training_stay_as_they_are():
     assert states[0] == states[1]
 
 
-def test_an_error_is_raised_where_its_row_is_used():
+def test_an_error_is_raised_when_its_row_is_used():
     class Broken(Squares):
         def __getitem__(self, number):
             if number == 50:
@@ -150,7 +150,7 @@ def test_an_error_is_raised_where_its_row_is_used():
 
     dataset = Broken()
     epoch = started(dataset)
-    epoch.take(16, only=[0, 2])  # 48 and 50 are next
+    epoch.take(16, only=[0, 2])  # the next rows are 48 and 50
     wait_until(lambda: not threads())
     assert dataset.by_thread == [32, 48, 50]
     assert epoch.take(16, only=[0, 1]) == [48**2, 49**2]
@@ -162,14 +162,14 @@ def test_an_error_is_raised_where_its_row_is_used():
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_in_the_middle_of_a_row_can_read():
+def test_a_fork_during_a_read_can_read():
     dataset = Squares(seconds=0.02)
     epoch = started(dataset)
     epoch.take(8)
     wait_until(lambda: dataset.is_read)
     child = os.fork()
     if not child:
-        signal.alarm(60)  # rather than wait forever for a thread that only the parent has
+        signal.alarm(60)  # the child must not wait for a thread of the parent
         try:
             os._exit(len(epoch.take(WATCHED)) - WATCHED or dataset.overlapped)
         finally:

@@ -17,7 +17,7 @@ from adaptive_batch.data import (
 
 
 @given(rows=st.lists(st.integers()), micro_batch_size=st.integers(1, 50))
-def test_every_row_comes_once_and_in_order_in_the_fewest_pieces_of_nearly_equal_size(
+def test_split_by_rows_keeps_order_in_the_fewest_pieces_of_nearly_equal_size(
     rows, micro_batch_size
 ):
     pieces = split_by_rows(rows, micro_batch_size)
@@ -33,7 +33,7 @@ def run_tokens(groups, lengths):
 
 
 def partitions(rows):
-    """Every way to divide rows into groups."""
+    """Yield all partitions of rows into groups."""
     if not rows:
         yield []
         return
@@ -45,12 +45,12 @@ def partitions(rows):
 
 
 def number_and_cost(sizes, max_tokens):
-    """Groups of these tokens: how many, and their tokens and squares as a share of the limit."""
+    """Return the number of groups, and a cost of their tokens and squared tokens."""
     return len(sizes), sum(tokens * (max_tokens + tokens) for tokens in sizes)
 
 
 def best_of_all(lengths, max_tokens):
-    """Fewest groups, and the least cost with so few; a row above `max_tokens` may be alone."""
+    """Return the fewest groups and their least cost; a row above `max_tokens` is alone."""
     return min(
         number_and_cost([run_tokens([group], lengths) for group in groups], max_tokens)
         for groups in partitions(list(range(len(lengths))))
@@ -70,9 +70,7 @@ CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
-    lengths, capacity, shapes
-):
+def test_each_row_is_in_one_micro_batch_of_its_shape_within_the_limit(lengths, capacity, shapes):
     pieces = micro_batches(lengths, capacity, shapes)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
     rows, padded = {len(piece.rows) for piece in pieces}, {piece.length for piece in pieces}
@@ -89,9 +87,7 @@ def test_every_row_of_a_step_is_in_one_micro_batch_of_its_shape_within_limit(
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=7), st.integers(1, 60), st.integers(1, 4))
-def test_by_tokens_no_grouping_is_better_although_a_row_above_limit_is_alone(
-    lengths, tokens, multiple
-):
+def test_the_grouping_by_tokens_is_optimal(lengths, tokens, multiple):
     shapes = MicroBatchLayout(pad_to_multiple_of=multiple)
     pieces = micro_batches(lengths, MicroBatchLimit(tokens, "tokens"), shapes)
     padded = [shapes.padded(length) for length in lengths]
@@ -106,9 +102,7 @@ PACKED = MicroBatchLayout(kind="packed")
 
 
 @given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)
-def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_limit(
-    lengths, limit, kind, time
-):
+def test_each_row_is_grouped_or_packed_once_within_the_limit(lengths, limit, kind, time):
     layout = MicroBatchLayout(kind=kind, time=time)
     pieces = micro_batches(lengths, limit, layout)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
@@ -123,13 +117,13 @@ def test_every_row_is_grouped_or_packed_once_and_only_a_row_alone_is_above_the_l
         assert piece.run_tokens <= num_rows * piece.length < piece.run_tokens + num_rows
     assert pieces == micro_batches(tuple(lengths), limit, layout)
     if limit.unit == "tokens" and limit.amount >= max(lengths):
-        # Where the order of rows is left, the most tokens come first.
+        # Unless row order is kept, larger micro-batches come first.
         sizes = [piece.run_tokens for piece in pieces]
         assert sizes == sorted(sizes, reverse=True)
 
 
 @given(LENGTHS, CAPACITIES)
-def test_the_fullest_packed_micro_batch_can_be_made_smaller_wherever_one_can(lengths, limit):
+def test_the_fullest_packed_micro_batch_has_several_rows_if_one_has(lengths, limit):
     pieces = micro_batches(lengths, limit, PACKED)
     fullest = limit.fullest(pieces)
     several = [piece for piece in pieces if len(piece.rows) > 1]
@@ -149,7 +143,7 @@ def pieces_of_ranks(lengths, dealt, capacity, shapes=None):
 
 
 @given(st.integers(0, 60), RANKS)
-def test_in_turn_rows_are_those_of_torchs_distributed_sampler(num_rows, ranks):
+def test_balance_by_rows_equals_torchs_distributed_sampler(num_rows, ranks):
     whole = num_rows - num_rows % ranks
     dealt = balance_by_rows(num_rows, ranks)
     assert sorted(row for rows in dealt for row in rows) == list(range(num_rows))
@@ -165,7 +159,7 @@ GROUPED_OR_PACKED = st.builds(MicroBatchLayout, kind=st.sampled_from(["grouped",
 @given(
     MANY_LENGTHS | st.lists(st.just(0), max_size=20), RANKS, CAPACITIES, SHAPES | GROUPED_OR_PACKED
 )
-def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_rows(
+def test_each_row_is_on_one_rank_in_order_and_each_rank_has_rows_if_possible(
     lengths, ranks, capacity, shapes
 ):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
@@ -188,25 +182,23 @@ def test_every_row_is_dealt_once_in_order_and_none_goes_without_while_there_are_
     CAPACITIES,
     st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), **ROUNDING),
 )
-def test_no_rank_has_more_micro_batches_than_its_share_of_the_whole_steps(
-    lengths, ranks, capacity, shapes
-):
+def test_no_rank_has_more_micro_batches_than_its_share(lengths, ranks, capacity, shapes):
     dealt = balance_by_tokens(lengths, ranks, capacity, shapes)
     alone = len(micro_batches(lengths, capacity, shapes))
     most = max(map(len, pieces_of_ranks(lengths, dealt, capacity, shapes)))
     assert most <= -(-alone // ranks)
 
 
-def test_few_rows_are_dealt_as_by_hand():
-    # By rows, several micro-batches keep the order of the step.
+def test_a_few_rows_are_divided_as_expected():
+    # With a limit in rows, ranks take rows in turn.
     for shapes in (None, MicroBatchLayout("rows")):
         dealt = balance_by_tokens([5, 1, 4, 2, 3, 6, 9, 7], 2, MicroBatchLimit(2), shapes)
         assert dealt == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    # Where equal rows are asked for, ranks have rows of nearly the same lengths.
+    # With uniform rows, ranks have rows of similar lengths.
     lengths = [9, 2, 8, 3, 7, 4, 5, 6]
     dealt = balance_by_tokens(lengths, 2, MicroBatchLimit(18, "tokens"), MicroBatchLayout("rows"))
     assert [[lengths[row] for row in rows] for rows in dealt] == [[9, 2, 5, 6], [8, 3, 7, 4]]
-    # The groups of a wave are neighbours.
+    # Simultaneous groups have similar lengths.
     lengths, capacity = [2, 40, 3, 38, 2, 41, 3, 39, 2, 3, 2, 3], MicroBatchLimit(82, "tokens")
     dealt = balance_by_tokens(lengths, 2, capacity)
     assert dealt == [[1, 2, 5, 6, 9, 11], [0, 3, 4, 7, 8, 10]]
@@ -226,7 +218,7 @@ def test_few_rows_are_dealt_as_by_hand():
     ],
     ids=str,
 )
-def test_the_slowest_rank_of_grouped_or_packed_rows_takes_little_more_than_the_mean(
+def test_the_slowest_rank_of_grouped_or_packed_rows_is_close_to_the_mean(
     ranks, kind, limit, most, most_at_the_mean
 ):
     generator, slower = torch.Generator().manual_seed(ranks), []

@@ -17,7 +17,7 @@ from adaptive_batch.errors import SettingError
 
 
 class Rows:
-    """Rows of given lengths that count how often, and in which process, they are read."""
+    """A dataset of given lengths that records each read and its process."""
 
     def __init__(self, lengths):
         self.lengths = list(lengths)
@@ -32,7 +32,7 @@ class Rows:
 
 
 class Broken(Rows):
-    """Row `at` does `what` instead of being read."""
+    """A dataset that calls `what` to read row `at`."""
 
     def __init__(self, lengths, at, what):
         super().__init__(lengths)
@@ -65,7 +65,7 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers):
+def test_an_error_of_measuring_a_row_is_raised_unchanged(num_workers):
     with pytest.raises(SettingError, match="dataset='Rows': row 13 has no tokens"):
         measure(Broken(some_lengths(20), 13, dict), num_workers=num_workers)
     error = ValueError("row 30 holds no text")
@@ -78,7 +78,7 @@ def test_what_measuring_a_row_raises_is_raised_as_itself(num_workers):
     assert caught.value is error
 
 
-def test_what_has_no_rows_by_their_number_is_refused(tmp_path):
+def test_a_dataset_without_numbered_rows_is_refused(tmp_path):
     for dataset in ([], itertools.count()):
         with pytest.raises(SettingError, match=f"dataset='{type(dataset).__name__}': "):
             measure(dataset, tmp_path)
@@ -86,7 +86,7 @@ def test_what_has_no_rows_by_their_number_is_refused(tmp_path):
         DatasetAdapter(DataLoader([{"tokens": [1]}]), None)
 
 
-def test_the_random_state_is_left_as_it_was(tmp_path):
+def test_measuring_does_not_change_the_random_state(tmp_path):
     class Drawing(Rows):
         def __getitem__(self, row):
             random.random(), np.random.rand(), torch.rand(1)
@@ -104,15 +104,15 @@ def test_the_random_state_is_left_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 57])
-def test_workers_measure_what_one_process_measures(num_workers, num_rows, caplog):
+def test_workers_measure_the_same_lengths_as_one_process(num_workers, num_rows, caplog):
     dataset = Rows(some_lengths(num_rows))
     dataset.cannot_be_pickled = threading.Lock()
     assert measure(dataset, num_workers=num_workers).tolist() == dataset.lengths
-    assert [row for row, _ in dataset.reads] == [0]  # the others were read in workers
+    assert [row for row, _ in dataset.reads] == [0]  # workers read the others
     assert warnings_of(caplog) == []
 
 
-def test_workers_start_only_where_the_rest_takes_long():
+def test_workers_start_only_if_the_rest_takes_long():
     assert lengths_module._worthwhile_workers(4.0) == 0
     num_cpus = len(os.sched_getaffinity(0))
     assert lengths_module._worthwhile_workers(60.0) == (min(num_cpus, 16) if num_cpus > 1 else 0)
@@ -120,7 +120,7 @@ def test_workers_start_only_where_the_rest_takes_long():
 
 @pytest.mark.parametrize("at", [1, 30, 56])
 @pytest.mark.parametrize("dies", [True, False])
-def test_where_a_worker_dies_or_fails_the_rest_is_counted_here_and_said(dies, at, caplog):
+def test_if_a_worker_dies_or_fails_this_process_counts_the_rest_with_a_warning(dies, at, caplog):
     here = os.getpid()
 
     def only_here():
@@ -152,7 +152,7 @@ def test_rows_are_counted_once_and_then_read_from_the_cache(tmp_path, caplog):
     assert warnings_of(caplog) == []
 
 
-def test_a_torn_changed_or_foreign_file_is_counted_again_with_a_warning(tmp_path, caplog):
+def test_a_damaged_or_foreign_cache_is_counted_again_with_a_warning(tmp_path, caplog):
     dataset = Rows(some_lengths(10))
     path = tmp_path / "lengths-f.bin"
     measure(dataset, tmp_path)
@@ -177,7 +177,7 @@ def test_a_torn_changed_or_foreign_file_is_counted_again_with_a_warning(tmp_path
 
 
 @pytest.mark.parametrize("changed", [0, 700, 999])
-def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_path, caplog):
+def test_a_changed_length_of_the_first_last_or_longest_row_is_detected(changed, tmp_path, caplog):
     lengths = some_lengths(1000)
     lengths[700] = 90
     measure(Rows(lengths), tmp_path)
@@ -187,14 +187,14 @@ def test_a_first_last_or_longest_row_of_another_length_is_noticed(changed, tmp_p
     assert f"lengths-f.bin: row {changed} has changed; measuring all" in warning
 
 
-def test_a_cache_that_cannot_be_written_is_said_and_costs_nothing_else(tmp_path, caplog):
+def test_a_cache_that_cannot_be_written_causes_only_a_warning(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     dataset = Rows(some_lengths(10))
     assert measure(dataset, tmp_path / "file").tolist() == dataset.lengths
     assert len(warnings_of(caplog)) == 1
     (tmp_path / "lengths-f.bin").mkdir()
     assert measure(dataset, tmp_path).tolist() == dataset.lengths
-    # Nothing is left aside.
+    # No temporary file is left.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "lengths-f.bin"]
 
 

@@ -39,7 +39,7 @@ def limits(draw, **fixed):
 
 @st.composite
 def epochs(draw, **fixed):
-    """Lengths, their order, arguments of a plan, and the most tokens of a row."""
+    """Draw lengths, their order, arguments of a plan, and a bound of the lengths."""
     most = draw(st.sampled_from([5, 20, 100]))
     lengths = draw(st.lists(st.integers(1, most), max_size=draw(st.sampled_from([30, 300]))))
     numbers = draw(st.permutations(range(len(lengths))))
@@ -49,14 +49,14 @@ def epochs(draw, **fixed):
 
 @st.composite
 def plans(draw, **fixed):
-    """Lengths, their order, arguments, a budget, and the plan."""
+    """Draw lengths, their order, arguments and a budget; add the plan."""
     lengths, order, arguments, most = draw(epochs(**fixed))
     budget = draw(st.integers(max(1, most // 2), 12 * most))
     return lengths, order, arguments, budget, fill_steps(lengths, budget, order=order, **arguments)
 
 
 @given(plans(divisible=True))
-def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_last(case):
+def test_divisible_batches_except_the_last_are_multiples_of_a_power_of_two(case):
     _, _, arguments, _, plan = case
     for size in plan.sizes[:-1]:
         part = max(1, 2 ** (math.floor(math.log2(size)) - 3))
@@ -64,7 +64,7 @@ def test_divisible_batches_are_multiples_of_an_eighth_to_a_sixteenth_but_the_las
 
 
 @given(plans(divisible=False))
-def test_a_batch_is_closed_only_when_the_next_row_would_take_it_beyond_a_limit(case):
+def test_a_batch_ends_only_if_the_next_row_would_exceed_a_limit(case):
     lengths, order, arguments, budget, plan = case
     drops = arguments["long_rows"] == "drop"
     assert plan.dropped.tolist() == [
@@ -83,7 +83,7 @@ FACTS = [
 
 
 @pytest.mark.parametrize(("lengths", "max_tokens", "arguments", "batches"), FACTS)
-def test_a_few_rows_are_planned_as_by_hand(lengths, max_tokens, arguments, batches):
+def test_a_few_rows_are_planned_as_expected(lengths, max_tokens, arguments, batches):
     assert batches_of(fill(lengths, max_tokens, **arguments)) == batches
 
 
@@ -93,7 +93,7 @@ def started(order, **values):
 
 @examples(300)
 @given(plans(long_rows="alone"))
-def test_a_constant_rule_plans_as_one_budget_does(case):
+def test_a_constant_rule_has_the_plan_of_a_constant_budget(case):
     lengths, order, arguments, budget, one = case
     batches, budgets = by_rule(lengths, lambda _: budget, order, **arguments)
     assert batches == batches_of(one)
@@ -101,7 +101,7 @@ def test_a_constant_rule_plans_as_one_budget_does(case):
 
 
 def hashed(low, high):
-    """A rule that jumps with each step, or stays for some."""
+    """Return a rule with irregular changes."""
 
     def rule(progress):
         return low + (progress.steps // 3 * 7919 + progress.tokens // 500 * 31) % (high - low + 1)
@@ -133,7 +133,7 @@ FALLING = steps([40, 20, 10], ["1ba", "2ba"])
 
 
 def by_rule(lengths, rule, order, **arguments):
-    """The batches and budgets of an epoch by a rule."""
+    """Return the batches and budgets of an epoch planned by a rule."""
     arguments = {"begin": started(order), **arguments}
     plan = fill_steps(lengths, rule, order=order, **arguments)
     return batches_of(plan), plan.budgets
@@ -144,30 +144,30 @@ def planned(lengths, rule, *, long_rows, **others):
     return by_rule(torch.tensor(lengths), rule, torch.arange(len(lengths)), **arguments | others)
 
 
-def test_a_long_row_is_alone_where_its_step_is_asked_for_less():
+def test_a_row_above_the_budget_of_its_step_is_alone():
     expected = [[0], [1, 2], [3, 4]], [10, 20, 40]
     assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == expected
 
 
 @pytest.mark.parametrize(("rule", "key"), [(10, "batch_tokens"), (RISING, "batch_size_schedule")])
-def test_a_row_that_is_too_long_is_refused_with_the_key(rule, key):
+def test_a_row_above_the_budget_is_refused_with_the_key(rule, key):
     with pytest.raises(SettingError, match=f"^{key}=10: row 1 alone has 11 tokens"):
         planned([5, 11], rule, long_rows="error")
 
 
 @pytest.mark.parametrize("lengths", [[5, 5, 11], [11, 5, 5], [5, 30, 5, 5, 5, 5, 5, 11, 5]])
 @pytest.mark.parametrize("rule", [RISING, FALLING])
-def test_a_budget_below_the_longest_row_is_refused_wherever_the_row_is(lengths, rule):
+def test_a_budget_below_a_row_is_refused_at_all_positions(lengths, rule):
     with pytest.raises(SettingError, match=r"batch_size_schedule=\d+: .*alone has (11|30) tokens"):
         planned(lengths * 3, rule, long_rows="error")
 
 
-def test_an_answer_without_tokens_is_refused():
+def test_a_rule_that_returns_0_is_refused():
     with pytest.raises(GrowthFunctionError, match=r"^batch_size_schedule .*returned 0"):
         planned([5, 5], lambda progress: 0, long_rows="error")
 
 
-def test_of_several_ranks_the_rule_is_asked_for_one():
+def test_a_rule_returns_the_budget_of_one_rank():
     plan, budgets = planned(
         [5] * 12, lambda progress: 10 + 5 * (progress.batch == 10), long_rows="error", ranks=2
     )
@@ -175,7 +175,7 @@ def test_of_several_ranks_the_rule_is_asked_for_one():
     assert [len(batch) for batch in plan] == [4, 6, 2]
 
 
-def test_a_rule_that_answers_otherwise_each_time_is_refused():
+def test_a_rule_that_returns_other_values_each_time_is_refused():
     answers = itertools.count(10)
     with pytest.raises(
         GrowthFunctionError, match="returned other batches when it was called again"

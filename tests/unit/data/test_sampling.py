@@ -14,7 +14,7 @@ seeds = st.integers(0, 2**63)
 
 
 @given(row_lengths, st.sampled_from(ORDERS), windows, seeds, st.integers(0, 10**6))
-def test_every_row_comes_once_in_the_same_order_whatever_was_drawn_before(
+def test_each_row_comes_once_in_an_order_that_ignores_the_random_state(
     lengths, order, window, seed, epoch
 ):
     arguments = {"order": order, "lengths": lengths, "window": window, "seed": seed, "epoch": epoch}
@@ -30,9 +30,7 @@ def test_every_row_comes_once_in_the_same_order_whatever_was_drawn_before(
 
 
 @given(lengths=row_lengths, window=st.integers(1, 70), seed=seeds, epoch=st.integers(0, 10))
-def test_within_a_window_rows_go_from_short_to_long_and_windows_are_of_shuffled_rows(
-    lengths, window, seed, epoch
-):
+def test_each_window_of_shuffled_rows_is_sorted_by_length(lengths, window, seed, epoch):
     rows = row_order(
         len(lengths), order="seqlen", lengths=lengths, window=window, seed=seed, epoch=epoch
     )
@@ -46,7 +44,7 @@ LENGTHS = torch.arange(200) % 20 + 1
 
 
 @pytest.mark.parametrize(("order", "window"), [("random", None), ("seqlen", None), ("seqlen", 50)])
-def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window):
+def test_each_epoch_and_each_seed_has_another_order(order, window):
     arguments = {"order": order, "lengths": LENGTHS, "window": window}
     orders = [
         row_order(200, **arguments, seed=seed, epoch=epoch).tolist()
@@ -57,7 +55,7 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own(order, window):
 
 
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50), st.booleans())
-def test_the_order_is_that_of_torchs_sampler(num_rows, seed, epoch, shuffle):
+def test_the_order_equals_that_of_torchs_sampler(num_rows, seed, epoch, shuffle):
     sampler = DistributedSampler(range(num_rows), 1, 0, shuffle=shuffle, seed=seed)
     sampler.set_epoch(epoch)
     assert row_order(num_rows, shuffle=shuffle, seed=seed, epoch=epoch).tolist() == list(sampler)

@@ -112,19 +112,19 @@ def test_an_out_of_memory_error_is_recognised_alone_as_a_cause_and_in_a_wrapper(
     assert is_out_of_memory(error)
     cause = raised_from(KeyError("layer 7"), error)
     assert is_out_of_memory(raised_from(ValueError("step 3"), cause))
-    # DataParallel cannot build an error of NCCL again.
+    # DataParallel cannot rebuild an NCCL error.
     if "NCCL" not in str(error):
         assert is_out_of_memory(wrapped_by_data_parallel(error))
 
 
 @pytest.mark.parametrize("error", [*map(RuntimeError, SOMETHING_ELSE), *TYPED_ELSE], ids=str)
-def test_another_error_is_not_taken_for_one_of_memory(error):
+def test_another_error_is_not_recognised(error):
     assert not is_out_of_memory(error)
     assert not is_out_of_memory(raised_from(RuntimeError("a trial failed"), error))
     assert not is_out_of_memory(wrapped_by_data_parallel(error))
 
 
-def test_no_error_and_a_cycle_of_causes_are_not_taken_for_one_of_memory():
+def test_none_and_a_cycle_of_causes_are_not_recognised():
     error = RuntimeError("cycle")
     error.__cause__ = error
     assert not is_out_of_memory(error)
@@ -151,7 +151,7 @@ def test_a_size_is_read(value, size):
     "value",
     ["12", "GiB", "-1GiB", "0GiB", "12 parsecs", "", 0, 1, -5, 0.0, 1.5, True, None, float("nan")],
 )
-def test_another_size_is_refused(value):
+def test_an_invalid_size_is_refused(value):
     with pytest.raises(ValueError, match='give a size such as "12GiB"'):
         parse_size(value, total_bytes=1000)
 
@@ -289,14 +289,14 @@ def test_a_backend_without_a_limit_is_checked_after_the_trial():
     [
         (None, 8 * GIB, 0.25, 6 * GIB),
         ("4GiB", 8 * GIB, 0.5, 2 * GIB),
-        # No more than is available.
+        # At most the available memory.
         ("9GiB", 8 * GIB, 0.0, 8 * GIB),
         # A share of the device.
         (0.5, 9 * GIB, 0.0, 8 * GIB),
         (1024, 8 * GIB, 0.0, 1024),
     ],
 )
-def test_the_budget_is_what_is_available_of_the_request_without_headroom(
+def test_the_budget_is_bounded_by_available_memory_and_excludes_the_headroom(
     device_memory, available, headroom, budget
 ):
     given = {"headroom": headroom, "total_bytes": 16 * GIB, "available_bytes": available}

@@ -36,7 +36,7 @@ def same_twice(x):
 
 
 class InPlace(TorchDispatchMode):
-    """Records for each sum in backward whether it is in place."""
+    """Record whether each sum in backward is in place."""
 
     def __init__(self):
         super().__init__()

@@ -93,7 +93,7 @@ def of_blocks(fixed: float) -> Predictive:
 
 @given(st.integers(1, 4000), st.sampled_from(FIXED_SHARES))
 @examples(100)
-def test_an_allocator_that_reserves_blocks_costs_trials_but_no_rows(
+def test_an_allocator_that_reserves_blocks_needs_more_trials_but_loses_no_rows(
     true_maximum: int, fixed: float
 ) -> None:
     search = of_blocks(fixed)
@@ -103,7 +103,7 @@ def test_an_allocator_that_reserves_blocks_costs_trials_but_no_rows(
 
 
 @pytest.mark.parametrize("held_share", [0.5, 0.9])
-def test_an_oom_below_the_budget_shows_no_smaller_device_if_the_allocator_reserves_blocks(
+def test_an_oom_below_the_budget_of_a_device_that_reserves_blocks_is_ignored(
     held_share: float,
 ) -> None:
     def peak(rows: int) -> float:
@@ -178,7 +178,9 @@ def test_a_power_curve_takes_eight_trials_and_one_oom_and_a_line_five_and_none(
 
 @pytest.mark.parametrize("exponent", [0.9, 1.0, 1.1, 1.3])
 @pytest.mark.parametrize("fixed", FIXED_SHARES)
-def test_a_large_maximum_is_near_with_one_percent_of_noise(exponent: float, fixed: float) -> None:
+def test_a_large_maximum_is_approximated_with_one_percent_of_noise(
+    exponent: float, fixed: float
+) -> None:
     for seed in range(30):
         search = Predictive(budget_bytes=BUDGET, maximum=100_000)
         trials = run(search, ideal(power(3000, fixed, exponent), noise=0.01, seed=seed))

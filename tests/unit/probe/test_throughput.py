@@ -17,7 +17,7 @@ def drawn_lengths() -> list[int]:
 
 
 def search(*, fits: int = 10**9) -> Throughput | None:
-    """Search on a machine that takes a second a micro-batch, and holds so many tokens."""
+    """Search on a machine with a second per micro-batch and room for `fits` tokens."""
 
     def run(layout: MicroBatchLayout, batches: list[MicroBatch]) -> float | None:
         if any(batch.run_tokens > fits for batch in batches):
@@ -30,7 +30,7 @@ def search(*, fits: int = 10**9) -> Throughput | None:
     return found[0] if found else None
 
 
-def test_a_choice_that_does_not_fit_is_not_taken() -> None:
+def test_the_fastest_choice_fits() -> None:
     found = search(fits=1500)
     assert found is not None
     layout = MicroBatchLayout(kind=found.kind, time=found.time)
@@ -39,7 +39,7 @@ def test_a_choice_that_does_not_fit_is_not_taken() -> None:
     assert search(fits=1) is None
 
 
-def test_few_large_micro_batches_are_chosen_where_each_takes_long_and_read_from_json() -> None:
+def test_large_micro_batches_are_chosen_if_each_takes_long() -> None:
     found = search()
     assert found is not None
     assert found.limit.amount > 8 * LIMITS[0].amount

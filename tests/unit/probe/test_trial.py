@@ -1,4 +1,4 @@
-"""Trials measure the peak of a training step and leave no trace.
+"""Trials measure the peak of a training step and restore the training state.
 
 benchmarks/traceless.py runs all combinations.
 """
@@ -60,8 +60,8 @@ def test_a_probe_leaves_no_trace_however_it_ends(case):
     assert {outcome: differing for outcome, differing in traces(case) if differing} == {}
 
 
-def test_the_comparison_sees_what_a_step_changes():
-    """Without this, the test above could not fail."""
+def test_the_comparison_detects_the_changes_of_a_step():
+    """This shows that the test above can fail."""
     for case in (
         Case("counting", resumed=True),
         Case("AdamW8bit", resumed=True),
@@ -109,7 +109,7 @@ def test_the_peak_of_a_trial_is_that_of_training(name, checkpointing, micro_batc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_a_trial_that_runs_out_at_any_operation_frees_its_memory(checkpointing):
+def test_a_failed_trial_frees_its_memory(checkpointing):
     """A failed backward may leave tasks in autograd's engine that keep its graph alive."""
     training = Training(Case("SGD momentum", checkpointing=checkpointing))
     alive, at, phases = [], 0, set()
@@ -171,7 +171,7 @@ def evaluate(training, rows):
 
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step", "in backward"])
 @pytest.mark.parametrize("resumed", [False, True], ids=["fresh", "resumed"])
-def test_trials_of_evaluation_leave_no_trace(in_backward, resumed):
+def test_trials_of_evaluation_restore_the_training_state(in_backward, resumed):
     training = Training(Case("AdamW", in_backward=in_backward, resumed=resumed))
     before, objects = training.everything(), training.objects()
 
@@ -236,7 +236,7 @@ def test_the_memory_of_trial_states_is_kept_until_the_first_step():
     assert {state() for state in states} == {None}
 
 
-def test_an_interrupt_passes_through_and_leaves_no_trace():
+def test_an_interrupt_is_raised_after_the_training_state_is_restored():
     training = Training(Case("AdamW", resumed=True))
     before = training.everything()
 

@@ -42,7 +42,9 @@ def constant(answer):
     maximum=st.none() | ROWS,
     epoch=st.integers(0, 10**4),
 )
-def test_growth_is_cut_only_by_the_maximum_and_never_shrinks(before, added, maximum, epoch):
+def test_growth_is_limited_only_by_the_maximum_and_never_shrinks_a_batch(
+    before, added, maximum, epoch
+):
     growth = next_batch_size(constant(added), epoch=epoch, batch_size=before, maximum=maximum)
     assert growth.requested == before + added
     cut = growth.requested if maximum is None else min(growth.requested, maximum)
@@ -68,7 +70,7 @@ NO_ROWS = [
 
 
 @pytest.mark.parametrize(("answer", "shown"), NO_ROWS, ids=[shown for _, shown in NO_ROWS])
-def test_an_invalid_answer_is_shown_with_the_call(answer, shown):
+def test_the_error_of_an_invalid_result_has_the_call(answer, shown):
     call = r"constant.<locals>.<lambda>(epoch=3, batch_size=16) returned "
     with pytest.raises(GrowthFunctionError) as caught:
         next_batch_size(constant(answer), epoch=3, batch_size=16, maximum=64)
@@ -79,7 +81,7 @@ def test_an_invalid_answer_is_shown_with_the_call(answer, shown):
     assert f" returned {shown}" in str(caught.value)
 
 
-def test_an_error_of_the_function_becomes_the_cause():
+def test_an_exception_of_the_function_becomes_the_cause():
     with pytest.raises(GrowthFunctionError, match="raised ZeroDivisionError") as caught:
         request_batch(lambda progress: 1 // progress.steps, Progress(), maximum=None)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -109,7 +111,7 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
 
 
 @pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
-def test_an_invalid_answer_of_a_later_epoch_is_refused(answer):
+def test_an_invalid_result_of_a_later_epoch_is_refused(answer):
     with pytest.raises(GrowthFunctionError, match=r"\(epoch=3, batch_size=16\) returned"):
         check_increments(
             lambda epoch, batch_size: answer if epoch == 3 else 8,

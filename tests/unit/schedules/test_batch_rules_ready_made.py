@@ -49,7 +49,7 @@ def test_each_stage_begins_at_its_threshold(sizes, data):
     each=st.integers(1, 50),
 )
 def test_a_ramp_between_multiples_is_that_of_megatron(start, more, size, each):
-    """One increment each `each` samples: start + (samples // each) x increment."""
+    """The batch grows each `each` samples: start + (samples // each) x increment."""
     rule = linear_ramp(start * size, (start + more) * size, f"{more * each}sp", multiple_of=size)
     for samples in range(0, (more + 1) * each, max(1, each // 3)):
         assert rule(at(samples=samples)) == min(start + more, start + samples // each) * size
@@ -205,7 +205,7 @@ class Rows:
 
 
 def loop_of(schedule, *, factor=None, maximum=None, rows=None, **settings):
-    """A loop and its optimizer around a model of one weight."""
+    """Return a loop and its optimizer for a model of one weight."""
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     settings = {"lr_scheduler": LambdaLR(optimizer, schedule), **settings}
@@ -224,7 +224,7 @@ def loop_of(schedule, *, factor=None, maximum=None, rows=None, **settings):
 
 
 def steps_of(loop, optimizer):
-    """(clock in constant steps, rows, rate) of each step."""
+    """Return (clock in constant steps, rows, rate) of each step."""
     found = []
     for rows in loop:
         done = loop.progress.samples

@@ -62,7 +62,7 @@ def test_a_schedule_is_the_factor_of_the_first_base_rate():
 
 
 def rows_of_step(plan, step):
-    """The rows of a step of equal ones, counted from 0."""
+    """Return the rows of step `step` of a plan with a constant batch."""
     return min(plan.global_rows, plan.rows - step * plan.global_rows)
 
 

@@ -67,7 +67,7 @@ def test_the_squared_norm_sums_gradients_of_all_dtypes():
 
 
 def sample(squared_gradient, noise, *, small=2, big=8):
-    """A step with these estimates."""
+    """Return a sample with the given estimates."""
     return NoiseSample(small, squared_gradient + noise / small, big, squared_gradient + noise / big)
 
 
@@ -147,7 +147,7 @@ def test_rows_of_unequal_length_give_the_closed_form_within_a_tenth(true, kind):
 
 
 def samples_of(kind: str, syncs_every_micro_batch: bool) -> list[list[float]]:
-    """The numbers of the first samples."""
+    """Return the figures of the first samples."""
     # The first micro-batch of each rank: 8 rows over all.
     limit = MicroBatchLimit(8 // distributed.world_size())
     options = {"noise_scale": 12.0, "seed": 3, "syncs_every_micro_batch": syncs_every_micro_batch}

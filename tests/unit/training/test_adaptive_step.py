@@ -99,9 +99,7 @@ def regression_data(num_rows: int = 11) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     ("unlabelled", "size", "parts"), [((), 5, 3), ((0, 1, 2, 3, 10, 11), 2, 3)]
 )
-def test_the_share_of_a_part_is_its_share_of_labels_and_parts_without_labels_do_not_run(
-    unlabelled, size, parts
-):
+def test_the_share_of_a_part_is_its_share_of_the_labels(unlabelled, size, parts):
     model = decoder()
     batch = collate(make_rows(LENGTHS, unlabelled=unlabelled))
     expected, whole_loss = plain_gradients(model, batch)

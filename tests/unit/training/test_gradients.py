@@ -86,9 +86,7 @@ def assert_close(found, expected):
     [{}, {"checkpoints": True}, {"call": torch.autograd.backward}, {"call": imported_backward}],
     ids=["", "checkpointed", "autograd.backward", "imported"],
 )
-def test_the_gradients_of_a_failed_attempt_are_undone_in_all_leaves(
-    earlier, place, number, options
-):
+def test_a_failed_attempt_is_undone_in_all_leaves(earlier, place, number, options):
     plain = Task(**options)
     plain.loss(*plain.batch).backward()
     expected = plain.gradients()

@@ -244,7 +244,7 @@ def test_an_optimizer_with_tensors_outside_of_the_model_is_refused() -> None:
         training(optimizer=lambda weights, lr: torch.optim.SGD([*weights, *foreign], lr))
 
 
-def test_parameters_without_an_optimizer_cause_a_warning_and_their_gradients_an_error(
+def test_gradients_of_parameters_without_an_optimizer_are_refused(
     caplog,
 ) -> None:
     rows = [(torch.randn(5), number % 3) for number in range(32)]

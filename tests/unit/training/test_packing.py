@@ -131,9 +131,7 @@ CAUSAL_MASKS = {
     st.sampled_from(list(CAUSAL_MASKS)),
 )
 @examples(60)
-def test_attention_of_packed_rows_is_causal_in_each_row_for_all_causal_masks(
-    lengths, grouped, scale, kind
-):
+def test_packed_attention_is_causal_in_each_row_for_all_masks(lengths, grouped, scale, kind):
     query, key, value = attended(lengths, heads=4, key_heads=2 if grouped else 4)
     mask = CAUSAL_MASKS[kind](lengths)
     with isolated_rows(lengths) as packed:
@@ -327,9 +325,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("how", "options", "value_size", "is_parted"), CASES.values(), ids=CASES)
-def test_attention_without_the_operator_breaks_the_graph_and_is_correct(
-    how, options, value_size, is_parted
-):
+def test_attention_without_the_operator_breaks_the_graph(how, options, value_size, is_parted):
     module = Attention(**how)
     query, key, value = heads(12, **options)
     tensors = query, key, value[..., :value_size]

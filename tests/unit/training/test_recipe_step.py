@@ -141,9 +141,7 @@ LIMITS = st.sampled_from([None, 1e-3, 1e3])
 
 @given(st.lists(rows(), min_size=1, max_size=9), CAPACITIES, SHAPES, LIMITS)
 @examples(60)
-def test_measuring_noise_changes_no_bit_of_a_step_if_the_split_keeps_the_order(
-    batch, capacity, shapes, limit
-):
+def test_measuring_noise_changes_no_bit_of_a_step(batch, capacity, shapes, limit):
     assume(shapes.keeps_order(capacity))
     for dtype in (torch.float64, torch.bfloat16):
         nets, results = (model().to(dtype), model().to(dtype)), []

@@ -115,9 +115,7 @@ class Captions(nn.Module):
 
 @pytest.mark.parametrize("pads_tiles", [True, False])
 @pytest.mark.parametrize("expected", [1, 2, 9])
-def test_a_bound_holds_for_all_rows_if_the_longest_rows_do_not_need_the_most_memory(
-    pads_tiles, expected
-):
+def test_a_bound_holds_if_the_longest_rows_are_not_the_largest(pads_tiles, expected):
     """Half of the rows have 40 tokens and one tile, half have 36 tokens and 64 tiles."""
     small, large = (
         {"tokens": [1] * length, "labels": [1] * length, "tiles": torch.randn(tiles, 16)}
@@ -172,9 +170,7 @@ def llama(**options: Any) -> SimpleNamespace:
 
 @pytest.mark.parametrize("limit", [{"micro_batch_size": 3}, {"micro_batch_tokens": 40}], ids=str)
 @pytest.mark.parametrize("layout", ["packed", "grouped"])
-def test_a_transformers_model_has_the_same_losses_in_each_layout(
-    layout: str, limit: dict[str, int]
-) -> None:
+def test_all_layouts_have_the_losses_of_padded_rows(layout: str, limit: dict[str, int]) -> None:
     found, expected = (llama(micro_batch_layout=kind, **limit) for kind in (layout, "padded"))
     seen, steps = train(found), train(expected)
     assert [step.rows for step in seen] == [step.rows for step in steps]
@@ -238,9 +234,7 @@ def test_micro_batches_as_large_as_the_largest_step_are_timed() -> None:
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
-def test_a_dynamically_compiled_model_is_timed_after_compilation_and_a_static_one_not(
-    dynamic, caplog
-):
+def test_only_a_dynamically_compiled_model_is_timed(dynamic, caplog):
     torch.compiler.reset()
     one = llama(micro_batch_tokens="auto")
     for layer in one.model.model.layers:

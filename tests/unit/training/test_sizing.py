@@ -176,9 +176,7 @@ def may_hold(capacity, rows, length):
 
 
 @given(LENGTHS, CAPACITIES, SHAPES)
-def test_with_the_lower_limit_all_micro_batches_are_smaller_than_the_failed_one(
-    lengths, capacity, shapes
-):
+def test_a_lower_limit_makes_all_micro_batches_smaller(lengths, capacity, shapes):
     for piece in micro_batches(lengths, capacity, shapes):
         lower = smaller_limit(capacity, piece)
         if lower is None:

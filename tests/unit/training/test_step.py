@@ -32,9 +32,7 @@ TASKS = [("rows", "LoRA", "DPO"), ("tokens", "", "distillation")]
         *(pytest.param(*LORA, checkpointing, marks=pytest.mark.nightly) for checkpointing in BOTH),
     ],
 )
-def test_a_retried_step_trains_as_with_a_lower_limit_after_an_oom_anywhere(
-    unit, checkpointing, nested, adapters, task
-):
+def test_a_retry_trains_as_with_a_lower_limit(unit, checkpointing, nested, adapters, task):
     swept = list(sweep(Way(unit, checkpointing, nested, adapters, task), every=79))
     assert {phase for phase, _ in swept} == set(PHASES)
     assert [differing for _, differing in swept if differing] == []
