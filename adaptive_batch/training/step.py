@@ -463,9 +463,6 @@ class Step:
 
     def _run_attempt(self, weighting: Weighting[Result]) -> Result:
         """Run the micro-batches of a step once."""
-        if self.sharding.is_sharded:
-            # A forward of the user's own validation leaves parameters gathered.
-            self.sharding.reset()
         is_split = self.num_micro_batches > 1
         if is_split:
             check_hooks(self.own_leaves())
@@ -730,6 +727,9 @@ class Step:
 
     def save_gradients(self) -> SavedGradients:
         """Move the current gradients, those of earlier batches, out of the parameters."""
+        # A forward of the user's own validation leaves parameters gathered; only shards have
+        # gradients.
+        self.sharding.reset()
         return SavedGradients(self.model.parameters(), self.drop_gradients, self.own_leaves)
 
     def clip(self) -> torch.Tensor | None:

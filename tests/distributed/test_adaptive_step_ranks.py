@@ -95,6 +95,9 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
     rank = distributed.rank()
     losses = [sum(step(collate(batches[0][rank])))]
     first = relative_error(whole_gradients(model), expected[0])
+    # A validation between the batches leaves parameters gathered that are not resharded.
+    with torch.no_grad():
+        model(collate(batches[0][rank])["tokens"])
     script.most_rows = 3
     losses.append(sum(step(collate(batches[1][rank]))))
     both = {name: expected[0][name] + expected[1][name] for name in expected[0]}
@@ -107,7 +110,7 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
     ("phase", "reshards", "checkpointing", "syncs"),
     [
         ("forward", True, False, True),
-        ("backward", True, False, True),
+        ("backward", False, False, True),
         pytest.param("forward", True, True, False, marks=pytest.mark.slow),
         pytest.param("backward", False, True, True, marks=pytest.mark.slow),
     ],
