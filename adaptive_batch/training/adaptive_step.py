@@ -206,12 +206,23 @@ class PartStep(Step):
         return result
 
     def record_collectives_of(self, rows: BatchSource) -> None:
-        """Run one row as a trial to record its collectives before an OOM."""
+        """Run one row as a trial to record its collectives before an OOM. A batch that cannot be
+        divided runs whole.
+        """
         self._records_collectives = False
+
+        def make_row() -> tuple[Any, int]:
+            try:
+                return rows.dummy(), 1
+            except SettingError:
+                # A function of the script raised.
+                if not rows.treatment:
+                    raise
+                return rows.part(range(rows.num_rows)), rows.num_rows
 
         def run_trials() -> None:
             for is_last in (False, True):
-                self.try_part(lambda: (rows.dummy(), 1), is_last=is_last)
+                self.try_part(make_row, is_last=is_last)
 
         self.record_collectives(run_trials, MicroBatch([0], 1))
 

@@ -225,6 +225,29 @@ def test_all_ranks_refuse_alike():
     assert not has_gradients
 
 
+def undivided():
+    model = torch.nn.Linear(3, 2)
+    fully_shard(model)
+
+    def forward_backward(part):
+        inputs, labels, weights = part.batch
+        loss = torch.nn.functional.cross_entropy(model(inputs), labels, weights)
+        (loss * part.share).backward()
+
+    batch = (torch.ones(4, 3), torch.tensor([0, 1, 1, 0]), torch.tensor([1.0, 2.0]))
+    step = AdaptiveStep(model, forward_backward)
+    step(batch)
+    model.zero_grad()
+    smaller = AdaptiveStep(model, forward_backward, micro_batch_size=2)
+    return step.num_micro_batches, message_of(smaller, batch, SettingError)
+
+
+def test_a_batch_that_cannot_be_divided_trains_whole_on_ranks_and_is_refused_where_it_is_split():
+    for num_micro_batches, of_split in run_on_ranks(undivided, 2):
+        assert num_micro_batches == 1
+        assert "[2] cannot be divided by rows" in of_split
+
+
 DOCUMENTS = ([5, 3, 8, 2], [7, 4])
 
 
