@@ -404,7 +404,7 @@ class BoundSearch:
         self._dry_run = DryRun(
             model=tried.engine.model,
             optimizer=tried.optimizer,
-            forward_backward=lambda size: tried.try_rows(rows.first(size)),
+            forward_backward=lambda size: tried.try_rows(self._rows_to_try(size)),
             step=tried.step,
             accumulates=scope.accumulates,
             memory=self._memory,
@@ -584,6 +584,14 @@ class BoundSearch:
             lost.facts["trial_rows_reference"] = size
             raise
 
+    def _rows_to_try(self, size: int) -> Any:
+        """Return `size` rows for a trial of training."""
+        rows = self._scope.rows
+        if self._tried.engine.sizer.layout.pads:
+            return rows.first(size)
+        # Packed rows are not padded to the longest, so shorter ones would not fill the limit.
+        return rows.first(1) * size
+
     def _varying_steps(self, size: int) -> Iterator[TrialStep]:
         """Yield the steps of a trial whose micro-batches hold `size` rows: the longest rows, the
         first rows of training, and the longest rows again.
@@ -595,7 +603,7 @@ class BoundSearch:
         unit = tried.engine.sizer.limit().unit
         limit = MicroBatchLimit(layout.amount(size, rows.length, unit=unit), unit)
         num_micro_batches = 2 if self._scope.accumulates else 1
-        longest = partial(tried.try_rows, rows.first(size))
+        longest = partial(tried.try_rows, self._rows_to_try(size))
         yield [longest] * num_micro_batches
         step_rows = num_micro_batches * size
         for step in range(_DRAWN_STEPS):

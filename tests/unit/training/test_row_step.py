@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import time
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -231,6 +232,52 @@ def test_micro_batches_as_large_as_the_largest_step_are_timed() -> None:
     assert tokens_of_steps[0] < tokens_of_steps.max()
     found = one.loop.find_bound(device_memory="1GiB")
     assert found.throughput.trials[-1].limit.amount == tokens_of_steps.max()
+
+
+def test_micro_batches_that_fit_only_shorter_rows_are_not_chosen() -> None:
+    longest = max(len(row["tokens"]) for row in ROWS)
+
+    class Runs(nn.Module):
+        """Packed rows are faster, but several of the most tokens do not fit."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers_model().float()
+
+        def forward(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            is_packed = "position_ids" in batch
+            time.sleep(0.005 if is_packed else 0.02)
+            num_rows = int((batch["position_ids"] == 0).sum()) if is_packed else 1
+            if num_rows > 1 and batch["input_ids"].numel() == num_rows * longest:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            return loss_of(self.model, batch) / (batch["labels"][:, 1:] != IGNORED).sum()
+
+    model = Runs()
+    one = llama(model=model, mean_loss=model, micro_batch_tokens="auto")
+    fastest = one.loop.find_bound(device_memory="1GiB").throughput
+    assert fastest is not None
+    faster = [
+        trial for trial in fastest.trials if trial.tokens_per_second > fastest.tokens_per_second
+    ]
+    assert {trial.kind for trial in faster} == {"packed"}
+    assert min(trial.limit.amount for trial in faster) >= 2 * longest
+    assert fastest.kind == "grouped" or fastest.limit.amount < 2 * longest
+
+
+def test_trials_of_packed_rows_fill_the_limit_although_few_rows_are_long() -> None:
+    ids = [list(range(1, length + 1)) for length in (40, *(6,) * 99)]
+    rows = [{"row": row, "input_ids": each, "labels": each} for row, each in enumerate(ids)]
+    model = transformers_model().float()
+    tried: list[int] = []
+
+    def mean_loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        tried.append(batch["input_ids"].numel())
+        return loss_of(model, batch) / (batch["labels"][:, 1:] != IGNORED).sum()
+
+    layout = {"micro_batch_tokens": "auto", "micro_batch_layout": "packed"}
+    one = llama(model=model, mean_loss=mean_loss, rows=rows, **layout)
+    one.loop.find_bound(device_memory="3MiB", objective="largest")
+    assert one.loop.limit.amount == max(tried) > 40
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
