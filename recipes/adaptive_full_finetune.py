@@ -136,12 +136,13 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self._after_end = self.saver.after_end
         num_rows = len(self.data.dataset)
         self.log.start(self.resumed, num_rows=num_rows, replaces=self.saver.replaces)
+        lost = self.limit_finder.lost
+        assert lost is not None
+        lost.begin()
         # If this rank fails, record the limit or the trial that failed. The next attempt begins
         # below it.
-        if self.watch and self.limit_finder.lost:
-            self.watch.on_end = partial(
-                self.limit_finder.lost.write_down, conditions=self.sizer.conditions
-            )
+        if self.watch:
+            self.watch.on_end = partial(lost.write_down, conditions=self.sizer.conditions)
 
     def _setup_model(self) -> None:
         """Load weights and optimizer, and search for limits."""

@@ -443,7 +443,8 @@ class LostRun:
     """Record of an attempt that ended on all ranks: a limit that was too large, or a trial that did
     not finish. The next attempt with `resume_from_checkpoint` begins below them.
 
-    The constructor is a collective. Without `resume_from_checkpoint`, it deletes the record.
+    The constructor is a collective. Without `resume_from_checkpoint`, it ignores the record, which
+    :meth:`begin` deletes.
 
     Args:
         job: job of the run.
@@ -456,6 +457,13 @@ class LostRun:
         self._path = Path(job.cfg.output_dir) / "adaptive_batch" / "lost.json"
         self._trials_name = trials_name
         self._facts: dict[str, Any] = distributed.from_rank_zero(self._read)
+
+    def begin(self) -> None:
+        """Delete the record of an earlier run unless it is resumed. Call it once the run is not
+        refused any more.
+        """
+        if not self._job.cfg.resume_from_checkpoint and distributed.is_rank_zero():
+            self._path.unlink(missing_ok=True)
 
     def trial_rows(self, key: str) -> int | None:
         """Return how many rows the trial of a key of :data:`TRIALS` had when it ended the run; None
@@ -504,10 +512,8 @@ class LostRun:
             atomic_write(self._path, json.dumps(self._facts), sync=True)
 
     def _read(self) -> dict[str, Any]:
-        """Return the recorded facts; delete those of an earlier run."""
-        if not self._job.cfg.resume_from_checkpoint:
-            self._path.unlink(missing_ok=True)
-        if not self._path.exists():
+        """Return the recorded facts of the run that is resumed."""
+        if not self._job.cfg.resume_from_checkpoint or not self._path.exists():
             return {}
         facts: dict[str, Any] = json.loads(self._path.read_text())
         # A trial with other settings may fit.

@@ -183,8 +183,11 @@ def test_a_new_run_is_refused_in_a_folder_with_saves_of_another(small, whole, st
     before = saves_in(folder)
     other = ("seed=8", "epochs=1", *DROPOUT, f"output_dir={folder}")
     refusal = rf"output_dir='.*': it holds the saves of run \w+ \(.*{before[-1]}.*\);"
+    lost = folder / "adaptive_batch" / "lost.json"
+    lost.write_text("{}")
     with pytest.raises(SettingError, match=f"^{refusal}"):
         small.run_in_process(OURS, *other)
+    assert lost.exists()
     assert saves_in(folder) == before
     assert len(records(folder, "start")) == 1
     small.run_in_process(OURS, *other, "overwrite_output_dir=True")

@@ -52,5 +52,11 @@ def test_recorded_trials_are_restored_only_for_the_same_search(tmp_path):
 
 def test_a_new_run_in_the_folder_deletes_the_record(tmp_path, path):
     end(tmp_path, trial_rows=8)
-    assert lost_run(tmp_path, resumes=False).trial_rows("trial_rows") is None
+    new = lost_run(tmp_path, resumes=False)
+    assert new.trial_rows("trial_rows") is None
+    # The new run may still be refused.
+    assert path.exists()
+    lost_run(tmp_path).begin()
+    assert path.exists()
+    new.begin()
     assert not path.exists()
