@@ -57,6 +57,12 @@ def _check_positive(key: str, value: Any) -> None:
         raise SettingError(key, value, "give a number above 0")
 
 
+def _check_rate(key: str, value: Any) -> None:
+    # A rate of 0 trains nothing, as in torchtune.
+    if value != 0 or isinstance(value, bool):
+        _check_positive(key, value)
+
+
 def _check_merges(key: str, value: object) -> None:
     # Any file can be read as merges, and gives other tokens.
     if not isinstance(value, str) or value.endswith(".json"):
@@ -94,6 +100,7 @@ _VALUES: tuple[tuple[str, Callable[[str, Any], object]], ...] = (
     ("model.lora_alpha", _check_positive),
     ("model.norm_eps", _check_positive),
     ("ac_option", check_whole),
+    ("optimizer.lr", _check_rate),
     ("lr_scheduler.num_warmup_steps", _check_warmup),
     ("checkpointer.adapter_checkpoint", _refuse_adapters),
 )

@@ -175,8 +175,8 @@ REFUSED = {
     ],
     "loss.ignore_index": ["loss.ignore_index=5"],
     "model": [" ".join(LORA_MODEL)],
+    "optimizer.lr": ["optimizer.lr=abc", "optimizer.lr=.inf", "optimizer.lr=True"],
     "optimizer": [
-        "optimizer.lr=abc",
         "optimizer.differentiable=null",
         "optimizer._component_=torch.optim.SGD optimizer.momentum=0.9 optimizer.dampening=abc",
     ],
