@@ -294,8 +294,10 @@ def documents_of(batch: Any) -> DocumentsOfBatch | None:
         return None
     ends_by_key: list[list[int]] = []
     for key, value in batch.items():
-        if str(key).startswith(_ENDS) and is_array(value):
-            numbers = torch.as_tensor(value).flatten().tolist()
+        if str(key).startswith(_ENDS) and (is_array(value) or isinstance(value, list)):
+            # A list shows the ends too, but cannot be divided.
+            arrays = value if isinstance(value, list) else [value]
+            numbers = [end for each in arrays for end in torch.as_tensor(each).flatten().tolist()]
             # The numbers begin with 0. At the end, the last one may be repeated as padding;
             # Automodel pads with a negative number.
             ends_by_key.append([end for end in dict.fromkeys(numbers) if end > 0])

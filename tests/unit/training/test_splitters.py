@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.packed_batches import FORMS, VOCABULARY, Attends, flat, row_of
+from support.packed_batches import FORMS, VOCABULARY, Attends, ends_of, flat, numbers_of, row_of
 
 from adaptive_batch import AdaptiveStep, SettingError
-from adaptive_batch.training.splitters import documents_of
+from adaptive_batch.training.splitters import RowSplitter, documents_of
 
 
 def gradients(model, batch, **arguments):
@@ -92,6 +92,12 @@ def test_missing_positions_and_labels_across_documents_are_refused():
         gradients(Attends(), batch, micro_batch_size=1)
 
 
+@pytest.mark.parametrize("ends", [[0, 4, 9], [[0, 4, 9]], [ends_of([4, 5])], np.array([0, 4, 9])])
+def test_ends_that_are_not_a_tensor_are_refused(ends):
+    with pytest.raises(SettingError, match=r"^batch='cu_seqlens': 2 documents"):
+        gradients(Attends(), row_of([4, 5], cu_seqlens=ends), micro_batch_size=1)
+
+
 @pytest.mark.parametrize("ends", [[0, 9, 4], [0, 4, 12]])
 def test_invalid_ends_of_documents_are_refused(ends):
     batch = row_of([4, 5], cu_seqlens=torch.tensor(ends))
@@ -147,6 +153,17 @@ def test_a_last_batch_of_one_packed_row_stays_whole_after_batches_of_several_row
     step(packed_rows(3))
     step(packed_rows(1))
     assert parts == [2, 1, 1]
+
+
+def test_several_packed_rows_are_divided_by_rows_with_the_values_of_their_documents():
+    batch = packed_rows(3) | {
+        "attention_mask": numbers_of([4, 5, 3]).repeat(3, 1) + 1,
+        "seq_idx": numbers_of([4, 5, 3]).repeat(3, 1),
+        "cu_seqlens": ends_of([4, 5, 3]).repeat(3, 1),
+    }
+    part = RowSplitter(trims=True)(batch | {"max_seqlen": 5}).part([0, 2])
+    assert part.pop("max_seqlen") == 5
+    assert all(value.equal(batch[key][[0, 2]]) for key, value in part.items())
 
 
 @pytest.mark.parametrize("steps_before", [0, 2])
