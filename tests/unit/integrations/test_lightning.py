@@ -128,6 +128,7 @@ class LogsMetrics(Module):
         # Lightning counts both values.
         self.log("twice", loss, on_step=True, on_epoch=True)
         self.log("twice", 2 * loss, on_step=True, on_epoch=True)
+        self.log("of rows", loss, on_step=True, on_epoch=True, batch_size=len(inputs))
         if self.training and 0 in targets:
             self.log("seven", 7.0)
         return loss

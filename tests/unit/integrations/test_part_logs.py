@@ -109,3 +109,14 @@ def test_a_snapshot_restores_attributes_and_their_contents():
         assert holder.metrics["cat"].compute() == 1.0
         assert holder.nested["train"] == {"loss": [1.0]}
         assert holder.nested["itself"] is holder.nested
+
+
+def test_the_dummy_part_of_a_rank_leaves_no_trace():
+    holder = SimpleNamespace(num_parts=0, log=None)
+    logs = logs_of(holder)
+    for share in (0.5, 0.0, 0.5):
+        part = SimpleNamespace(is_trial=False, is_first=not logs.calls, share=share)
+        with logs.of_part(part, share):
+            holder.num_parts += 1
+    assert holder.num_parts == len(logs.calls) == 2
+    assert logs.weights == [0.5, 0.5]
