@@ -150,8 +150,11 @@ class LimitFinder:
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         length = settings.probe.sequence_length
-        for each in (length, *settings.probe.sequence_lengths):
-            self._data.trial_rows(each)
+        # Reading a row of some datasets draws random numbers, which training has to draw, too.
+        with RandomState(self._job.device):
+            for each in (length, *settings.probe.sequence_lengths):
+                # Raises if a row cannot be resized.
+                self._data.trial_rows(each).first(1)
         longest = int(self._data.dataset.lengths.max())
         if length != "longest" and self._data.trial_rows(length).length < longest:
             remedy = f"training has rows of {longest} tokens; give {longest} or more, or longest"

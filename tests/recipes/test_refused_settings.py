@@ -110,6 +110,7 @@ REFUSED = {
     "probe.sequence_length": [
         f"{PROBE} probe.sequence_length=65",
         f"{PROBE} {OF_LENGTHS} probe.sequence_length=20",
+        f"{PROBE} {PICTURES} probe.sequence_length=64",
         *(
             f"{PROBE} {OF_LENGTHS} probe.sequence_length=max_seq_len tokenizer.max_seq_len={length}"
             for length in ("null", 100)
