@@ -76,8 +76,8 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             seed=cfg.seed, debug_mode=cfg.get("cudnn_deterministic_mode", None)
         )
         self.log = TrainingLog(self.job)
-        # The end of the final message of a run that is stopped before it can save.
-        self._after_end: Callable[[], str] = lambda: "nothing has changed yet; start it again"
+        # Hint of a run that is stopped before it can save.
+        self._resume_hint: Callable[[], str] = lambda: "nothing has changed yet; start it again"
 
     # --- setup
 
@@ -133,7 +133,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             # may get the same request twice.
             same_within=10.0 if self.watch else 0.0,
         )
-        self._after_end = self.saver.after_end
+        self._resume_hint = self.saver.resume_hint
         num_rows = len(self.data.dataset)
         self.log.start(self.resumed, num_rows=num_rows, replaces=self.saver.replaces)
         lost = self.limit_finder.lost
@@ -172,7 +172,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.trainer.engine.drop_gradients,
             event=self.log.event,
             is_taken=self.settings.optimizer_in_bwd,
-            remedy=self.saver.after_end,
+            remedy=self.saver.resume_hint,
         )
         self.nonfinite = self.saver.restore("nonfinite", nonfinite)
         full_batch_loss = FullBatchLoss(remaining.full_batch_rows)
@@ -292,9 +292,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     # --- end
 
-    def after_end(self) -> str:
-        """Return the sentence about resuming for the final message of a run that ends now."""
-        return self._after_end()
+    def resume_hint(self) -> str:
+        """Return how a run that ends now can be resumed, for its final message."""
+        return self._resume_hint()
 
     def cleanup(self) -> None:
         """Close the logs if they are open."""

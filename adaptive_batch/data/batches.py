@@ -563,7 +563,7 @@ class Batches(Sampler[list[int]]):
         if not self._is_begun:
             self.begin_epoch()
         epoch = self._progress.epoch
-        # A run that resumes within an epoch has logged them before.
+        # A run that resumes within an epoch has logged its dropped rows before.
         if self.batching.batch_tokens and not self._progress.epoch_rows:
             for message, rows in self._epoch.dropped_rows():
                 self._event("dropped", message, epoch=epoch, rows=rows)
@@ -572,7 +572,7 @@ class Batches(Sampler[list[int]]):
             if self._order_of is None and num_rows != self.num_rows:
                 remedy = f"it had {self.num_rows} when training began; keep its length"
                 raise SettingError("dataset", count(num_rows, "row"), remedy)
-            # Steps that are done have exact tokens; steps ahead only if their tokens are counted.
+            # Continue after the last step that was handed out.
             progress = self._ahead[-1].after if self._ahead else self.progress
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)
             if step is None:
@@ -602,8 +602,8 @@ class Batches(Sampler[list[int]]):
     def _positions_of_rank(self, numbers: Sequence[int]) -> Sequence[int]:
         """Return this rank's rows of a step, as positions among the `numbers` of all ranks.
 
-        Ranks are balanced by tokens if micro-batches are cut by tokens or by length. Otherwise rows
-        are distributed in turn, as by torch's sampler.
+        If micro-batches are padded rows in order, ranks take rows in turn, as with torch's sampler.
+        Otherwise ranks get about the same number of tokens.
         """
         ranks = distributed.data_parallel_size()
         if ranks == 1:

@@ -525,7 +525,9 @@ class _SortedRows:
         num_rows = len(self._lengths)
         num_later = num_waves - 1
         # The most tokens of a group if this wave is like the later ones.
-        equal_tokens = self._least_tokens(start, num_rows, ranks * num_waves, at_most=self._largest)
+        equal_tokens = self._smallest_limit(
+            start, num_rows, ranks * num_waves, at_most=self._largest
+        )
         assert equal_tokens is not None, "this many full groups take all rows"
         if num_later == 0:
             return num_rows, equal_tokens
@@ -536,21 +538,21 @@ class _SortedRows:
             end = self._reached(start, ranks, tokens)
             # With more tokens in each later wave, the time would not be less than `least_time`.
             at_most = (least_time - tokens - 1) // num_later
-            later_tokens = self._least_tokens(end, num_rows, ranks * num_later, at_most=at_most)
+            later_tokens = self._smallest_limit(end, num_rows, ranks * num_later, at_most=at_most)
             if later_tokens is not None:
                 best_tokens = tokens
                 least_time = tokens + num_later * later_tokens
         return self._reached(start, ranks, best_tokens), best_tokens
 
-    def _least_tokens(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
-        """Return the fewest tokens of a group with which `groups` groups hold the rows from `start`
-        to `end`; None if that is more than `at_most`.
+    def _smallest_limit(self, start: int, end: int, groups: int, *, at_most: int) -> int | None:
+        """Return the smallest limit of a group's tokens at which `groups` groups take the rows from
+        `start` to `end`; None if it is above `at_most`.
         """
         mean_tokens = math.ceil((self._tokens_before[end] - self._tokens_before[start]) / groups)
         at_least = max(self._lengths[start], mean_tokens)
         if at_most < at_least or self._reached(start, groups, at_most) < end:
             return None
-        # Groups of more tokens reach further, so bisect for the fewest that reach `end`.
+        # A higher limit reaches further, so bisect for the lowest that reaches `end`.
         return bisect_left(
             range(at_most),
             end,

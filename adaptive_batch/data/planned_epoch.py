@@ -279,12 +279,14 @@ class PlannedEpoch:
         return self._with_tokens(plan) if counts_tokens else plan
 
     def _divide_from(self, progress: Progress, rule: Callable[[Progress], int]) -> EpochPlan:
-        """Divide an epoch that is trained up to a progress. The sizes of the finished steps are not
-        known, so each gets their mean, rounded so that the sum is right.
+        """Return the plan of a partly trained epoch: its finished steps, and further steps with the
+        sizes that `rule` gives. The sizes of the finished steps are not saved, so each gets their
+        mean, rounded so that the sum is right.
         """
         rows = progress.epoch_rows
         steps = progress.epoch_steps
         finished = [rows * (step + 1) // steps - rows * step // steps for step in range(steps)]
+        # A schedule may depend on the tokens trained so far.
         has_schedule = self.batching.batch_size_schedule is not None
         remaining = [step.rows for step in self.walk(progress, rule, counts_tokens=has_schedule)]
         plan = EpochPlan.from_sizes(finished + remaining)

@@ -36,8 +36,8 @@ class Replicas(Sharding):
 
     Args:
         ddp: module that holds the model.
-        overlaps: run the last micro-batch of a step as DDP does, with gradient reduction during
-            backward. A failure in that micro-batch cannot be retried.
+        overlaps: whether gradients are reduced during the backward of a step's last micro-batch,
+            as DDP does. A failure in that micro-batch cannot be retried.
 
     Raises:
         SettingError: a DDP option changes the gradient reduction, which micro-batches bypass.
@@ -49,9 +49,9 @@ class Replicas(Sharding):
         self._ignored = getattr(ddp, "parameters_to_ignore", ())
         self.reduces_in_backward = overlaps
         self._is_reducing = False
-        self._refuse_own_reductions()
+        self._refuse_options_of_reduction()
 
-    def _refuse_own_reductions(self) -> None:
+    def _refuse_options_of_reduction(self) -> None:
         """Raise if DDP has an option that works only in its own gradient reduction."""
         if self._ddp.mixed_precision is not None:
             remedy = (
@@ -100,7 +100,7 @@ class Replicas(Sharding):
     def begin_step(self) -> None:
         """Broadcast the buffers of rank 0, as DDP does before each forward."""
         # A hook may have been registered since the last step.
-        self._refuse_own_reductions()
+        self._refuse_options_of_reduction()
         if not self._ddp.broadcast_buffers:
             return
         for name, buffer in self._ddp.module.named_buffers():

@@ -236,12 +236,13 @@ class Predictive(Search):
         return self.maximum if rows is None else min(rows, self.maximum)
 
     def _worst_early_oom(self) -> Trial | None:
-        """Return the trial with an OOM below the budget that reached the highest peak.
-
-        It is None without such a trial, or if the allocator reserves blocks.
+        """Return the trial that ran out of memory below the budget with the highest peak; None
+        without one.
         """
+        # An allocator that reserves whole blocks often fails below the budget.
         if self._granularity_bytes > 1:
             return None
+        # `held_bytes` is set only after an OOM.
         early = [
             trial
             for trial in self._trials
@@ -357,11 +358,13 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
 
 
 def _proven_power(points: Sequence[Point], rounding: float) -> float | None:
-    """Return the exponent of a curve ``fixed + c * rows ** power`` through the last trials.
+    """Return the exponent of ``share = fixed + c * rows ** power`` if the last trials prove it.
 
-    It is 1 if the last three lie on a line, 0.3 to 3 if the last four lie on a curve, else None.
+    It is 1 if the last three trials lie on a line. Otherwise, if the last four lie on one such
+    curve, it is the exponent of this curve, between 0.3 and 3. Otherwise it is None.
     """
     last = points[-1]
+    # A flat peak shows no curve.
     if len(points) < 3 or last.share <= points[-2].share:
         return None
     if _straight(points[-3], points[-2], last, rounding):

@@ -125,11 +125,11 @@ def no_component_exits() -> Iterator[None]:
 
 
 @contextmanager
-def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
+def interruptible(resume_hint: Callable[[], str]) -> Iterator[None]:
     """Context manager: end at Ctrl-C, SIGTERM or SIGHUP with a line on how to resume.
 
     Args:
-        after_end: function that returns this line.
+        resume_hint: function that returns how to resume.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, or a signal on several ranks; its message has the line.
@@ -140,7 +140,7 @@ def interruptible(after_end: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt as error:
         # A subclass of KeyboardInterrupt for SIGTERM and SIGHUP.
         is_signal = isinstance(error, Terminated)
-        message = f"{'stop requested' if is_signal else _INTERRUPTED}: {after_end()}"
+        message = f"{'stop requested' if is_signal else _INTERRUPTED}: {resume_hint()}"
         # On several ranks, all_ranks() ends the others with this message.
         if is_signal and not distributed.is_launched():
             log.info("%s", message)
@@ -194,7 +194,7 @@ def run_training(cfg: DictConfig, make_recipe: Callable[[Watchdog | None], Any])
             show_details(cfg, recipe_name=Path(sys.argv[0]).stem)
             recipe = make_recipe(watch)
             try:
-                with interruptible(recipe.after_end):
+                with interruptible(recipe.resume_hint):
                     # A signal ends setup() at once. train() handles signals itself: it finishes
                     # and saves the step.
                     with raising_on_request():

@@ -207,7 +207,7 @@ class LimitFinder:
         saved_limits = resumed.state_of("limits")
         self._log_notes(trainer)
         trainer.check_layout()
-        # Before the search, which then does not time micro-batches again.
+        # Load the saved timings first, so that the search does not time micro-batches again.
         if settings.chooses_fastest and saved_limits:
             sizer.load_throughput(saved_limits, kinds=trainer.layout_kinds)
         if settings.searches_training:
@@ -226,6 +226,7 @@ class LimitFinder:
             num_in_search = sizer.num_out_of_memory
             sizer.load_state_dict(saved_limits)
             sizer.count_out_of_memory(num_in_search)
+        # An earlier run on several ranks ended with an OOM before it could save a smaller limit.
         lost_limit = self.lost.limit(sizer.conditions()) if self.lost else None
         if lost_limit is not None:
             sizer.start_below(lost_limit)

@@ -116,7 +116,7 @@ class ResumedRun:
         # Keys of the conditions in which this run differs from the checkpoint.
         self._changed: list[str] = []
         # Values that `resume_allow_changes` permits, of conditions that are kept otherwise.
-        self._allowed: dict[str, Any] = {}
+        self._overrides: dict[str, Any] = {}
         self.restarts_epoch = self.keeps_batch = False
         if self.saved:
             self._resume(self.saved)
@@ -183,7 +183,7 @@ class ResumedRun:
         done = self.progress.epoch_steps
         # None for whole epochs.
         max_steps = self.conditions[_MAX_STEPS]
-        if _MAX_STEPS in self._allowed and max_steps and max_steps < done:
+        if _MAX_STEPS in self._overrides and max_steps and max_steps < done:
             remedy = f"the checkpoint has done {done} steps of the epoch; give {done} or more"
             raise SettingError(_MAX_STEPS, max_steps, remedy)
         ranks = distributed.data_parallel_size()
@@ -249,15 +249,18 @@ class ResumedRun:
                     raise SettingError(key, after, remedy)
                 self._add_changed(name, before, after, "differs from the checkpoint")
                 self._changed.append(key)
-            # A key that was removed has no value to set, but max_steps_per_epoch=null does: it
-            # means whole epochs.
             elif name in allowed and (after is not None or name == _MAX_STEPS):
+                # Use the configured value, which the user allowed. A removed key has none, but
+                # max_steps_per_epoch=null means whole epochs.
                 self._add_changed(name, before, after, "differs from the checkpoint")
-                self._allowed[name] = after
+                self._overrides[name] = after
             else:
-                # The condition is the configured batch size, but a found or grown one goes on.
-                is_found = name == "batch_size" and self._settings.batch_changes
-                self._add_kept(name, after, self.saved["steps"][name] if is_found else before)
+                # Use the value of the checkpoint. Report the batch size of its last step, which a
+                # search or a rule may have changed, instead of its configured one.
+                kept = before
+                if name == "batch_size" and self._settings.batch_changes:
+                    kept = self.saved["steps"][name]
+                self._add_kept(name, after, kept)
                 now[name] = before
         self.restarts_epoch = in_mid_epoch and not row_keys.isdisjoint(self._changed)
         self._configure_optimizer()
@@ -291,8 +294,10 @@ class ResumedRun:
 
     @property
     def keeps_steps(self) -> bool:
-        """True if the run has the steps planned at the time of the checkpoint."""
-        return bool(self.saved) and not self._changed and _MAX_STEPS not in self._allowed
+        """True if this run continues the checkpoint's plan of steps: no setting that affects it has
+        changed.
+        """
+        return bool(self.saved) and not self._changed and _MAX_STEPS not in self._overrides
 
     def change_optimizer(self, optimizers: Iterable[Optimizer]) -> None:
         """Apply the changes that `resume_allow_changes` permits, after the optimizers loaded
@@ -300,7 +305,7 @@ class ResumedRun:
         """
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                for name, value in self._allowed.items():
+                for name, value in self._overrides.items():
                     block, _, key = name.partition(".")
                     if name == _LR:
                         write_rate(group, float(value))

@@ -414,7 +414,7 @@ class Saver:
         self._parts[name] = part
         return part
 
-    def after_end(self) -> str:
+    def resume_hint(self) -> str:
         """Return how a run that ends now resumes, as the end of a sentence; on rank 0."""
         # Wait for an asynchronous save: it may be the newest checkpoint once it is complete. Do not
         # wait with several ranks: all of them would have to, and only rank 0 calls this method.
@@ -586,7 +586,7 @@ class Saver:
         """Exit with the status of a preempted run, after an asynchronous save is complete."""
         self._wait()
         step = self._batches.progress.steps
-        after_end = distributed.on_rank_zero(self.after_end)
-        message = f"stop requested: saved at step {step}; {after_end}"
+        resume_hint = distributed.on_rank_zero(self.resume_hint)
+        message = f"stop requested: saved at step {step}; {resume_hint}"
         self._log.event("preempted", message, step=step, exit_status=EXIT_STATUS)
         raise SystemExit(EXIT_STATUS)

@@ -227,7 +227,7 @@ class Trainer:
         )
 
     def check_layout(self) -> None:
-        """Check a configured layout without padding; a collective.
+        """Check that rows can be packed if the settings ask for it. A collective.
 
         Raises:
             SettingError: packed rows would train differently from padded ones.

@@ -213,10 +213,12 @@ class RowsOfBatch(BatchSource):
         has_rows = _length(value) == self.num_rows
         if isinstance(value, _LIST):
             lengths = {_length(array) for array in arrays_in(value)}
+            # With 2 rows, [picture, picture] has an item per row. If a picture had 2 rows of
+            # pixels too, both the list and its items could be the rows.
             has_item_per_row = has_rows and lengths != {self.num_rows}
             is_clear = has_item_per_row or self.num_rows not in lengths
         else:
-            # Tensors of several sizes in one list may be rows themselves.
+            # In a batch that is a list, a tensor of another length may be a row itself.
             is_clear = has_rows or not isinstance(self._batch, _LIST)
         return has_rows if is_clear else None
 

@@ -211,7 +211,7 @@ class AdaptiveRate:
         return {"lr": rates[0], **read_scaled_options(groups, self._scaled_options)}
 
     def _schedule(self, clock: float) -> None:
-        """Write the scheduled rates."""
+        """Write the rates that the scheduler gives at a time of its clock."""
         kind = type(self._scheduler).__name__
         factors = factors_at(self._scheduler, clock)
         num_groups = len(self._optimizers[0].param_groups)
@@ -226,18 +226,19 @@ class AdaptiveRate:
                 f"at step {clock:g} it returns {factors}; give a function whose values are finite"
             )
             raise SettingError("lr_scheduler", kind, remedy)
-        for optimizer in self._optimizers:
+        # The scheduler was built for the first optimizer.
+        scheduled, *others = self._optimizers
+        for group, base, factor in zip(
+            scheduled.param_groups, self._scheduler.base_lrs, factors, strict=True
+        ):
+            write_rate(group, float(base) * factor)
+        for optimizer in others:
             groups = optimizer.param_groups
-            # torch's schedulers keep the unscheduled rate of a group under this key.
-            bases = [group.setdefault("initial_lr", float(group["lr"])) for group in groups]
-            if optimizer is self._optimizers[0]:
-                bases = self._scheduler.base_lrs
-            own_factors = factors
-            if len(groups) != len(factors):
-                # All groups use the schedule of the first group.
-                own_factors = factors[:1] * len(groups)
-            for group, base, factor in zip(groups, bases, own_factors, strict=True):
-                write_rate(group, float(base) * factor)
+            # If the scheduler does not know these groups, they follow the first one.
+            own_factors = factors if len(groups) == len(factors) else factors[:1] * len(groups)
+            for group, factor in zip(groups, own_factors, strict=True):
+                # torch's schedulers keep the unscheduled rate of a group under this key.
+                write_rate(group, group.setdefault("initial_lr", float(group["lr"])) * factor)
 
     def describe(self) -> str | None:
         """Describe the values that are scaled with the batch; None without any."""
