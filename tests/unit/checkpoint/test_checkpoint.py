@@ -349,6 +349,17 @@ def test_a_users_folder_is_neither_loaded_nor_changed(tmp_path, keep_last):
         assert (tmp_path / name / "mine.txt").read_text() == "mine"
 
 
+def test_a_model_with_fewer_or_more_tensors_than_were_saved_is_refused(tmp_path):
+    weight = values(2)["weight"]
+    with closing(CheckpointManager(tmp_path)) as points:
+        points.save(2, {"model": values(2)}, None)
+    point = newest_complete(checkpoints_in(tmp_path))[0]
+    with pytest.raises(CheckpointError, match="model.bias was saved but has no target"):
+        point.load_into({"model": {"weight": weight}})
+    with pytest.raises(CheckpointError, match="model.more was not saved"):
+        point.load_into({"model": {**values(2), "more": weight}})
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
