@@ -354,9 +354,9 @@ def test_a_model_with_fewer_or_more_tensors_than_were_saved_is_refused(tmp_path)
     with closing(CheckpointManager(tmp_path)) as points:
         points.save(2, {"model": values(2)}, None)
     point = newest_complete(checkpoints_in(tmp_path))[0]
-    with pytest.raises(CheckpointError, match="model.bias was saved but has no target"):
+    with pytest.raises(CheckpointError, match=r"model\.bias was saved but has no target"):
         point.load_into({"model": {"weight": weight}})
-    with pytest.raises(CheckpointError, match="model.more was not saved"):
+    with pytest.raises(CheckpointError, match=r"model\.more was not saved"):
         point.load_into({"model": {**values(2), "more": weight}})
 
 
