@@ -139,8 +139,8 @@ def deepspeed_version() -> str:
 
 
 def deepspeed_budget(batch_by_seqlens: Any, lengths: torch.Tensor, max_tokens: int) -> int:
-    """Return the largest budget of real tokens for which every batch of sorted rows keeps within
-    our budget of padded tokens.
+    """Return the largest budget of real tokens that keeps each batch of sorted rows within our
+    budget of padded tokens.
     """
     plan = deepspeed(batch_by_seqlens, "seqlen")
 
@@ -160,7 +160,7 @@ def deepspeed_budget(batch_by_seqlens: Any, lengths: torch.Tensor, max_tokens: i
 
 
 def hugging_face_rows(lengths: torch.Tensor, max_tokens: int) -> int:
-    """Return the largest number of rows for which every batch keeps within the budget."""
+    """Return the largest number of rows that keeps each batch within the budget."""
     rows = 1
     while True:
         batches = hugging_face(rows + 1)(lengths, max_tokens)

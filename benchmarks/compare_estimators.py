@@ -149,7 +149,7 @@ def give_fake_weights(model: nn.Module) -> None:
 
 
 def tracked_bytes(row: published.Published) -> int:
-    """PyTorch's MemTracker, on the second of two steps, which has the optimizer's state."""
+    """Estimate with PyTorch's MemTracker in the second step, when optimizer state exists."""
     fake = FakeTensorMode(allow_non_fake_inputs=True)
 
     def place(model: nn.Module) -> None:
@@ -190,8 +190,8 @@ def judged(
     with_bytes: list[published.Published],
     ran_out: list[published.Published],
 ) -> dict[str, Any]:
-    """Return an estimator's errors as shares of the published peaks, below 0 if it is too low, and
-    how many of the rows that ran out of memory it says fit.
+    """Return an estimator's errors relative to the published peaks, negative if it is too low, and
+    the number of runs with an OOM that fit according to it.
     """
     start = time.perf_counter()
     estimates = {row.id: estimate(row) for row in (*with_bytes, *ran_out)}

@@ -352,7 +352,7 @@ def quietly(train: Callable[[Run], Outcome], run: Run) -> Outcome:
 
 
 def in_a_child(train: Callable[[Run], Outcome], run: Run) -> Outcome:
-    """Train in a fork of this process, which has imported everything and run nothing."""
+    """Train in a fork of this process, which saves the imports."""
     with multiprocessing.get_context("fork").Pool(1) as pool:
         return pool.apply(quietly, (train, run))
 

@@ -290,7 +290,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name in CONFS:
         entries = [row[name] for row in rows if name in row]
-        # A run that is out of memory has no peak to compare with.
+        # A run that ran out of memory has no peak.
         done = [entry for entry in entries if not entry["counted"]["ooms"]]
         for kind in KINDS_OF_PEAKS if done else ():
             errors = sorted(one["errors"][kind] for one in done)

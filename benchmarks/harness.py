@@ -130,9 +130,7 @@ class Finished:
     def entry(
         self, case: Mapping[str, Any], measure: Callable[[], Mapping[str, Any]]
     ) -> dict[str, Any]:
-        """Return a case with its measured values and seconds; or with its error, which is not
-        saved.
-        """
+        """Return a case with its measured values and seconds. An error is not saved."""
         key = json.dumps(case)
         if key in self._entries:
             return self._entries[key]
@@ -175,8 +173,8 @@ def run(
     figures: Callable[[list[dict[str, Any]]], dict[str, Any]] = lambda rows: {},
     resumes: bool = False,
 ) -> NoReturn:
-    """Measure cases one after the other, print a row for each, write the record, and exit: with 1
-    if a case has errors, or there is no case.
+    """Measure cases one after the other, print a row for each, write the record, and exit. The
+    status is 1 if a case has errors or if there are no cases.
 
     Args:
         name: of the record.

@@ -166,8 +166,8 @@ def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, 
 
 
 def run_both(setup: SmallSetup, cases: Sequence[Case]) -> list[list[Finished]]:
-    """Run the cases with each recipe, each in processes of its own: DTensor caches the names of
-    process groups, which the recipes create in another order.
+    """Run the cases with each recipe in new processes. DTensor caches the names of process groups,
+    which the recipes create in different orders.
     """
     return [
         run_tasks(setup, [(recipe, *case.overrides) for case in cases], ranks=cases[0].ranks)

@@ -66,7 +66,7 @@ OUT_OF_MEMORY = "ran out of memory"
 
 
 class Published(SimpleNamespace):
-    """A row of the table: a figure, with what is known of its measurement; columns as there."""
+    """A published figure and its conditions; the fields are the columns of the table."""
 
     @property
     def is_fms(self) -> bool:
@@ -251,8 +251,8 @@ def mean_loss(model: PreTrainedModel, batch: dict[str, Any], *, keeps_logits: bo
 
 @contextmanager
 def keeping_presents(model: GPTBigCodeForCausalLM) -> Iterator[None]:
-    """Keep keys and values of all layers, which are views of the projections, until the loss is
-    computed.
+    """Keep keys and values of all layers until the loss is computed; they are views of the
+    projections.
 
     ``use_cache`` was on in that model, whose layers are checkpointed in the way that runs forward
     without gradients.
@@ -451,7 +451,7 @@ def torchtune_step(length: int, rows: int) -> MemoryEstimate:
 
 # --- comparison
 
-# Rows fit on the first; the second shows what they hold in any case.
+# Device of the published runs, and one on which every run fits.
 DEVICES = ("A100-80GB", "1024GiB")
 CUBLAS_BYTES = 2 * cuda_operators.workspace_bytes((8, 0))  # are there when the optimizer steps
 

@@ -2,8 +2,8 @@
 
     python benchmarks/search.py [--quick] [--output DIR]
 
-The memory of the device follows a known curve. Only `predict` uses the reported peaks, which have
-1% noise in half of the cases. benchmarks/search_in_trainers.py compares real programs and other
+The memory of the device follows a known curve. Only `predict` uses the reported peaks, with 1%
+noise in half of the cases. benchmarks/search_in_trainers.py compares real programs and other
 libraries.
 Exits with 1 if a search returns a size that it did not try, or if `predict` without noise misses
 the maximum or runs out of memory although the maximum is above 2.

@@ -299,8 +299,8 @@ def train_by_composers_rule(job: Job) -> int:
     ``_adjust_device_train_microbatch_size`` of
     https://github.com/mosaicml/composer/blob/v0.32.1/composer/trainer/trainer.py
 
-    The rows of a micro-batch are those of the batch at first. A batch that runs out of memory is
-    tried again with half as many, without its gradients; with one row it is an error.
+    A micro-batch begins with all rows of the batch. After an OOM, gradients are cleared and the
+    batch is repeated with half as many rows. An OOM with one row is an error.
 
     Returns:
         The rows of a micro-batch at the end of the epoch.

@@ -444,7 +444,7 @@ def noisy_lm(m: Any, b: Any) -> torch.Tensor:
     return lm_loss(m(b.input_ids, b.attention_mask), b.labels)
 
 
-# --- what a split keeps
+# --- losses that a split keeps
 
 CORRECT: dict[str, Setup] = {
     "mse": net(lambda o, b: F.mse_loss(o[:, 0], b.y)),
@@ -531,7 +531,7 @@ CORRECT: dict[str, Setup] = {
     "noise in embeddings": Setup(lm, texts("lm"), noisy_lm, draws=True),
 }
 
-# --- what a split changes
+# --- losses that a split changes
 
 WRONG: dict[str, Setup] = {
     "class weights": net(lambda o, b: F.cross_entropy(o, b.c, weight=WEIGHTS.to(o.dtype))),

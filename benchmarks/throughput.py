@@ -216,16 +216,17 @@ class Relay:
     """Lets threads run in turns, and times each step.
 
     Args:
-        names: of the recipes, in the order of their turns.
-        device: waited for at the end of each step.
-        after_step: told a recipe's name and how many steps it has done, while no clock runs; says
-            whether its turn is over, or raises :class:`Enough`. None hands over after each step.
+        names: names of the recipes, in the order of their turns.
+        device: device to synchronize with at the end of each step.
+        after_step: function of a recipe's name and its number of steps, called while no clock runs.
+            It returns whether the turn ends, or raises :class:`Enough`. None ends a turn after each
+            step.
 
     Attributes:
-        seconds: of every step of each recipe.
-        cpu_seconds: of the processor in the same steps, all threads and workers included, which
-            other programs on the machine lengthen less. What a recipe still does in the background
-            when its turn ends is waited for and counts here, but in no `seconds`.
+        seconds: wall seconds of each step of each recipe.
+        cpu_seconds: CPU seconds of the same steps, with all threads and workers. Other load on the
+            machine changes them less. They include background work after the end of a turn, which
+            `seconds` do not.
     """
 
     def __init__(
@@ -371,9 +372,9 @@ class Run:
     """A recipe that is trained in a way, and what its steps are.
 
     Attributes:
-        tokens, padded: of each step, without padding, and with it where a step is run at once.
-        steps_per_turn: whole steps of about as many tokens as the rows of a turn have.
-        context: context of the thread, which has the recipe's settings of torch's compiler.
+        tokens, padded: tokens of each step without padding, and with padding if it runs at once.
+        steps_per_turn: whole steps with about the tokens of the rows of a turn.
+        context: context of the thread with the recipe's settings of torch's compiler.
     """
 
     name: str
