@@ -215,7 +215,7 @@ class PartStep(Step):
             try:
                 return rows.dummy(), 1
             except SettingError:
-                # A function of the script raised.
+                # Rows of `split=`, which have no treatment, raise an error of the script.
                 if not rows.treatment:
                     raise
                 return rows.part(range(rows.num_rows)), rows.num_rows
@@ -363,8 +363,8 @@ class LabelShares(Weighting[list[Any]]):
             if len(own) > 1 or step.counts_over_ranks:
                 part = part._replace(
                     share=count / total if count else 0.0,
-                    is_first=number in with_labels[:1],
-                    is_last=number in with_labels[-1:],
+                    is_first=bool(with_labels) and number == with_labels[0],
+                    is_last=bool(with_labels) and number == with_labels[-1],
                 )
             parts[number] = part
         return parts

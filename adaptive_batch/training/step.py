@@ -413,6 +413,7 @@ class Step:
                 restore()
             raise
         if isinstance(self.sharding, Replicas):
+            # DDP has several ranks, so an OOM here ends them with RankLostError.
             with self.attempts.attempt("as gradients were reduced"):
                 self.sharding.reduce_gradients()
         saved.add_up()
