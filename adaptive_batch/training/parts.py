@@ -343,14 +343,16 @@ class RowsOfBatch(BatchSource):
 
     @property
     def treatment(self) -> str:
-        """Description of the values for errors: divided or kept whole."""
-        divided = [name or "the batch" for name in self._values if self.is_divided.get(name)]
-        kept = [name or "the batch" for name in self._values if not self.is_divided.get(name)]
+        """Description of the values for errors: divided, kept whole or not divisible."""
         treatments = []
-        if divided:
-            treatments.append(f"{', '.join(divided)} divided")
-        if kept:
-            treatments.append(f"{', '.join(kept)} kept whole")
+        for kind, treatment in ((True, "divided"), (False, "kept whole"), (None, "not divisible")):
+            names = [
+                name or "the batch"
+                for name in self._values
+                if self.is_divided.get(name, False) is kind
+            ]
+            if names:
+                treatments.append(f"{', '.join(names)} {treatment}")
         return "; ".join(treatments)
 
 

@@ -161,7 +161,8 @@ def test_rows_that_cannot_be_indexed_train_whole_and_a_split_of_them_is_refused(
 def test_a_tensor_of_another_size_in_a_tuple_is_never_divided():
     split = RowSplitter(trims=True)
     split((torch.ones(8, 3), WEIGHTS))
-    with pytest.raises(SettingError, match=r"\[1\] cannot be divided by rows"):
+    says = r"\[1\] cannot be divided by rows \(\[0\] divided; \[1\] not divisible\)"
+    with pytest.raises(SettingError, match=says):
         split((torch.ones(4, 3), WEIGHTS)).part([0, 1])
 
 
