@@ -452,7 +452,8 @@ class Saver:
             except CheckpointError as error:
                 # After the last epoch, the exported weights matter more than a checkpoint.
                 if not is_last:
-                    raise
+                    resume_hint = distributed.from_rank_zero(self.resume_hint)
+                    raise CheckpointError(f"{error}; {resume_hint}") from error
                 log.warning("the last epoch is saved without a checkpoint: %s", error)
         self._export(trainer, epoch=epoch)
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:

@@ -379,7 +379,8 @@ def test_a_full_disk_skips_a_checkpoint_within_an_epoch_and_ends_the_run_at_its_
     small, whole, unlimited
 ):
     folder = small.fresh_folder()
-    with pytest.raises(CheckpointError, match=r"saving .*step_8 failed \(\[Errno 27\] "):
+    message = r"step_8 failed \(\[Errno 27\] .*; resume_from_checkpoint=True resumes from .*step_3$"
+    with pytest.raises(CheckpointError, match=message):
         small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
     (said,) = records(folder, "checkpoint_failed")
     assert "step_6 failed" in said["message"]
