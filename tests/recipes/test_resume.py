@@ -174,6 +174,18 @@ def test_two_runs_in_a_folder_resume_only_by_path(small, whole):
     assert last_start(folder)["run"] == second
 
 
+def test_an_earlier_run_does_not_resume_in_place_of_a_damaged_later_run(small, whole):
+    folder, first, _ = two_runs(small, whole)
+    (folder / "step_4" / "resume.json").write_text("")
+    message = r"step_4 is skipped: resume.json is .*step_15 belongs to an earlier run: .* remove"
+    with pytest.raises(CheckpointError, match=message):
+        resume_run(small, folder, *DROPOUT)
+    shutil.rmtree(folder / "step_4")
+    resume_run(small, folder, *DROPOUT)
+    assert went_on_from(folder) == "step_15"
+    assert last_start(folder)["run"] == first
+
+
 @pytest.mark.parametrize(("steps", "removed"), [(9, "epoch_*"), (16, "step_*")])
 def test_a_new_run_is_refused_in_a_folder_with_saves_of_another(small, whole, steps, removed):
     """The other run is finished or not, and has only checkpoints or only exports."""
