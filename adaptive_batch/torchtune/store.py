@@ -203,10 +203,12 @@ class RunStore:
         if newest is None:
             problems = "".join(f"; {line}" for line in passed_over)
             raise CheckpointError(
-                f"{self.path} holds no complete checkpoint (step_N){problems}: check output_dir, or"
-                " set resume_from_checkpoint=False to start. To train on from the weights of a"
-                " finished run, or of torchtune's own recipe, whose recipe_state.pt cannot be"
-                " resumed, give them as checkpointer.checkpoint_dir with another output_dir"
+                f"resume_from_checkpoint={self._job.cfg.resume_from_checkpoint} finds no complete"
+                f" checkpoint (step_N){problems}: check output_dir={self.path}, or set"
+                " resume_from_checkpoint=False to start (overwrite_output_dir=True replaces all"
+                " saves in output_dir). To train on from the weights of a finished run, or of"
+                " torchtune's own recipe, whose recipe_state.pt cannot be resumed, give them as"
+                " checkpointer.checkpoint_dir with another output_dir"
             )
         starts = started_runs(self.path)
         # Without a run log, no later run is known.

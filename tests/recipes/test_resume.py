@@ -174,6 +174,21 @@ def test_two_runs_in_a_folder_resume_only_by_path(small, whole):
     assert last_start(folder)["run"] == second
 
 
+def test_a_damaged_checkpoint_is_refused_by_name_and_otherwise_passed_over(small, whole):
+    folder = stopped_after(whole, small, 9)
+    path = folder / "step_9" / "state.pt"
+    path.write_bytes(path.read_bytes()[:-1])
+    problem = r"step_9 is skipped: state\.pt has .* bytes"
+    refusal = rf"^resume_from_checkpoint=.*step_9 finds no complete checkpoint .*{problem}"
+    with pytest.raises(CheckpointError, match=refusal):
+        resume_from(small, folder, folder / "step_9", SAVES, *DROPOUT)
+    resume_run(small, folder, SAVES, *DROPOUT)
+    assert went_on_from(folder) == "step_8"
+    (passed_over,) = records(folder, "passed_over")
+    assert re.search(problem, passed_over["message"])
+    assert_the_same(folder, whole)
+
+
 def test_an_earlier_run_does_not_resume_in_place_of_a_damaged_later_run(small, whole):
     folder, first, _ = two_runs(small, whole)
     (folder / "step_4" / "resume.json").write_text("")
@@ -343,7 +358,8 @@ def test_an_invalid_path_of_a_checkpoint_is_refused(small, whole, asked):
 def test_a_folder_without_saves_is_refused_with_the_fix(small):
     with pytest.raises(
         CheckpointError,
-        match=r"holds no complete checkpoint \(step_N\): .*resume_from_checkpoint=False to start",
+        match=r"^resume_from_checkpoint=True finds no complete checkpoint \(step_N\): check"
+        r" output_dir=.*resume_from_checkpoint=False to start",
     ):
         resume_run(small, small.fresh_folder())
 
