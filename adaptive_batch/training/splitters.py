@@ -300,7 +300,9 @@ def documents_of(batch: Any) -> DocumentsOfBatch | None:
             numbers = [end for each in arrays for end in torch.as_tensor(each).flatten().tolist()]
             # The numbers begin with 0. At the end, the last one may be repeated as padding;
             # Automodel pads with a negative number.
-            ends_by_key.append([end for end in dict.fromkeys(numbers) if end > 0])
+            ends = [end for end in dict.fromkeys(numbers) if end > 0]
+            if ends:
+                ends_by_key.append(ends)
     labels = _of_tokens(batch, "labels", tokens.numel())
     # Without a dimension of rows, each token would count as a row.
     is_flat = tokens.dim() == 1 and labels is not None
@@ -312,8 +314,7 @@ def documents_of(batch: Any) -> DocumentsOfBatch | None:
     if begins or (is_flat and begins is not None):
         return DocumentsOfBatch(batch, [*begins, tokens.numel()], "")
     if is_flat:
-        # A document may end at each token.
-        problem = "nothing shows where documents end; give positions"
+        problem = "without positions, a document may end at each token"
         return DocumentsOfBatch(batch, range(1, tokens.numel() + 1), problem)
     return None
 
@@ -331,9 +332,9 @@ def _problem_of_ends(
     ends = ends_by_key[0]
     if any(other_ends != ends for other_ends in ends_by_key):
         return f"keys that begin with {_ENDS} show different documents"
-    if ends != sorted(ends) or max(ends, default=0) > num_tokens:
+    if ends != sorted(ends) or ends[-1] > num_tokens:
         return f"ends {ends} do not ascend to {num_tokens} tokens"
-    if labels is not None and ends and bool((labels[ends[-1] :] != IGNORE_INDEX).any()):
+    if labels is not None and bool((labels[ends[-1] :] != IGNORE_INDEX).any()):
         return "there are labels after the last document"
     return ""
 

@@ -83,8 +83,9 @@ def test_a_value_without_an_entry_per_token_or_document_is_refused(value):
 
 def test_missing_positions_and_labels_across_documents_are_refused():
     tokens, labels, positions = flat([4, 5])
-    with pytest.raises(SettingError, match=r"^batch='9 documents .* positions"):
-        gradients(Attends(), {"tokens": tokens, "labels": labels}, micro_batch_size=2)
+    for ends in ({}, {"cu_seqlens": torch.tensor([0])}):
+        with pytest.raises(SettingError, match=r"^batch='9 documents .*: without positions, a"):
+            gradients(Attends(), {"tokens": tokens, "labels": labels, **ends}, micro_batch_size=2)
     # A single document is not a batch of rows.
     assert documents_of({"tokens": tokens[:4], "labels": labels[:4], "positions": positions[:4]})
     batch = row_of([4, 5], position_ids=positions[None], labels=tokens[None])
