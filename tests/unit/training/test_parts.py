@@ -138,6 +138,7 @@ UNDIVIDED = {
     "nested rows": {"x": torch.nested.nested_tensor(rows_of(2, 4, 3, 5)), "y": Y},
     "a sparse tensor": {"x": torch.eye(4).to_sparse(), "y": Y},
     "views of all rows": {"x": [torch.ones(4, 3), torch.ones(4, 3)], "y": Y},
+    "as many views of all rows as rows": {"x": [torch.ones(4, 3)] * 4, "y": Y},
     "a list that has a tensor of all rows": {"x": [Y, torch.ones(3)], "y": Y},
     "pictures of one size": {"x": [torch.ones(4, 8, 9)] * 3, "y": Y},
     "tensors of several sizes in a list": [torch.ones(4, 3), torch.ones(5, 3)],
@@ -236,6 +237,14 @@ def test_an_empty_key_of_the_first_batch_is_decided_later():
     step(classified(6, images=torch.ones(6, 3), masks=torch.ones(6, 4), boxes=list(range(6))))
     for part in parts:
         assert [len(part.batch[key]) for key in ("images", "masks", "boxes")] == [2] * 3
+
+
+def test_keys_that_an_earlier_batch_divided_show_the_number_of_rows():
+    split = RowSplitter(trims=True)
+    split({"x": torch.ones(4, 3)})
+    rows = split({"x": torch.ones(3, 3), "images": torch.ones(7, 2), "masks": torch.ones(7, 2)})
+    assert rows.num_rows == 3
+    assert len(rows.part([0, 1])["images"]) == 7
 
 
 @pytest.mark.parametrize("first", ["one row", "a search"])
