@@ -199,7 +199,8 @@ class AdaptiveBatches(Batches):
 
     def __len__(self) -> int:
         """Return the number of remaining steps of this epoch, as the rules answer now."""
-        return self.num_steps(self.progress.epoch + 1)
+        # The pace of `progress` may draw the order of a sampler.
+        return self.num_steps(self._progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:
         """Return the number of remaining steps until `epochs` epochs are done, according to the
