@@ -416,11 +416,13 @@ def fill_steps(
             if not isinstance(step_budget, int):
                 step_budget = request_batch(step_budget, progress, maximum=None).after
             if long_rows == "error" and longest > step_budget * ranks:
-                key = "batch_tokens" if isinstance(budget, int) else KEY
+                key, others = "batch_tokens", "drop or alone"
+                if not isinstance(budget, int):
+                    key, others = KEY, "alone"
                 row = int(order[lengths[order].argmax()])
                 remedy = (
                     f"row {row} alone has {longest} tokens; give {math.ceil(longest / ranks)} or"
-                    f" more at step {progress.steps}, or set long_rows to drop or alone"
+                    f" more at step {progress.steps}, or set long_rows to {others}"
                 )
                 raise SettingError(key, step_budget, remedy)
             most_tokens = tokens_before[first] + step_budget * ranks

@@ -149,9 +149,13 @@ def test_a_row_above_the_budget_of_its_step_is_alone():
     assert planned([30, 5, 15, 30, 10], RISING, long_rows="alone") == expected
 
 
-@pytest.mark.parametrize(("rule", "key"), [(10, "batch_tokens"), (RISING, "batch_size_schedule")])
-def test_a_row_above_the_budget_is_refused_with_the_key(rule, key):
-    with pytest.raises(SettingError, match=f"^{key}=10: row 1 alone has 11 tokens"):
+@pytest.mark.parametrize(
+    ("rule", "key", "others"),
+    [(10, "batch_tokens", "drop or alone"), (RISING, "batch_size_schedule", "alone")],
+)
+def test_a_row_above_the_budget_is_refused_with_the_key_and_its_remedies(rule, key, others):
+    says = f"^{key}=10: row 1 alone has 11 tokens; .* long_rows to {others}$"
+    with pytest.raises(SettingError, match=says):
         planned([5, 11], rule, long_rows="error")
 
 
