@@ -486,8 +486,8 @@ class Batches(Sampler[list[int]]):
     def dry_run(self, *, counts_tokens: bool) -> Batches:
         """Return a copy to walk through the remaining steps with, which leaves training as it is.
 
-        It asks no other rank and logs nothing. It calls a copy of the growth function, and draws
-        the order of later epochs without a trace.
+        It asks no other rank and logs nothing. It calls a copy of the growth function. In place of
+        an order that a script's sampler has not drawn yet, it takes the one that was drawn last.
 
         Args:
             counts_tokens: whether progress counts the tokens of the steps.

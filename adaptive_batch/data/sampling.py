@@ -43,8 +43,8 @@ class Sampling:
             have more than `batch_tokens` tokens. The last step of an epoch may have fewer rows.
         max_rows_per_batch: maximum number of rows in a step with `batch_tokens`.
         long_rows: handling of a row with more than `batch_tokens` tokens. `error`: end the run.
-            `drop`: leave the row out and log it; not with
-            `batch_size_schedule`. `alone`: train the row in a separate step.
+            `drop`: leave the row out and log it; not with `batch_size_schedule`. `alone`: train
+            the row in a separate step.
         grow_beyond_maximum: whether a growing batch may exceed the maximum batch size. `True`: a
             larger batch runs as several micro-batches. `False`: the batch is limited to the
             maximum, and a line is logged.
@@ -217,7 +217,7 @@ YIELDS_BATCHES = "it yields batches, which are made here; give its sampler"
 
 
 class SamplerOrder:
-    """The order of a script's own sampler. Each epoch is drawn at its first step.
+    """The order of a script's own sampler, drawn when the rows or tokens of an epoch are needed.
 
     A run that resumes within an epoch repeats the sampler's draws from torch's random numbers or
     from its own generator.
