@@ -101,8 +101,10 @@ def install() -> None:
                 if has_kernel(name, key):
                     library.impl(aten_name, _refuse_sparse, key, allow_override=True)
             base, _, overload = aten_name.partition(".")
+            # Most other operators of nested tensors call operators of CUDA.
+            key = "NestedTensorCUDA" if base == "to_padded_tensor" else "CUDA"
             is_left_alone = {base, aten_name} & _LEFT_ALONE
-            if is_left_alone or not (aten_name in special or has_kernel(name, "CUDA")):
+            if is_left_alone or not (aten_name in special or has_kernel(name, key)):
                 continue
             operator = getattr(getattr(torch.ops.aten, base), overload or "default")
             aliases = [result.alias_info for result in operator._schema.returns]
@@ -110,8 +112,8 @@ def install() -> None:
             if any(alias is not None and not alias.is_write for alias in aliases):
                 continue
             make_kernel = special.get(aten_name) or special.get(base, _Operator)
-            kernel = make_kernel(operator, torch.library.get_kernel(name, "CUDA"))
-            library.impl(aten_name, kernel, "CUDA", with_keyset=True, allow_override=True)
+            kernel = make_kernel(operator, torch.library.get_kernel(name, key))
+            library.impl(aten_name, kernel, key, with_keyset=True, allow_override=True)
     _fill_what_compiled_code_allocates()
 
 
@@ -206,6 +208,9 @@ def _is_exact(tensor: torch.Tensor) -> bool:
 
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the values of this tensor's storage are kept."""
+    # A nested tensor has no shape.
+    if tensor.is_nested:
+        return False
     # Control flow depends on integers and flags, so more of them are kept.
     limit = MAX_INTEGER_BYTES if _is_exact(tensor) else MAX_FLOATS * tensor.element_size()
     num_bytes = tensor.nbytes

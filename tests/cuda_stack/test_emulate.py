@@ -137,6 +137,29 @@ def test_sparse_tensors_on_the_device_are_refused(tmp_path):
     emulate(tmp_path, SPARSE)
 
 
+NESTED = """
+import torch
+from torch import nn
+
+rows = [torch.full((2, 8), 3.0), torch.full((3, 8), 3.0)]
+nested = torch.nested.nested_tensor(rows, device="cuda")
+assert [row.sum().item() for row in (nested * 2).unbind()] == [96, 144]
+assert nested.to_padded_tensor(0).sum().item() > 0
+# With a mask, the encoder converts padded rows to nested tensors and back.
+encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, batch_first=True), 2)
+mask = torch.tensor([[False, False, True], [False, False, False]]).cuda()
+with torch.no_grad():
+    states = encoder.cuda().eval()(torch.ones(2, 3, 8).cuda(), src_key_padding_mask=mask)
+assert states.shape == (2, 3, 8) and states.sum().item() > 0
+"""
+
+
+def test_the_report_names_padded_nested_tensors_as_made_up(tmp_path):
+    _, report = emulate(tmp_path, NESTED)
+    made_up = {(origin, line) for _, origin, line, _ in report["processes"][0]["made_up"]}
+    assert made_up == {("to_padded_tensor", "train.py:8"), ("to_padded_tensor", "train.py:14")}
+
+
 DEFAULT_ON_CUDA = """
 import torch
 torch.set_default_tensor_type("torch.cuda.FloatTensor")
