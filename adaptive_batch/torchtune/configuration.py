@@ -350,9 +350,10 @@ def function(name: str, value: Any) -> Any:
             loaded = build(**arguments)
     else:
         loaded = load_function(value, key=name)
-        # The functions of this package build rules.
+        # The functions of this package build rules. A resumed run would not see that the arguments
+        # of a rule changed if they were in another file.
         if str(getattr(loaded, "__module__", "")).startswith("adaptive_batch.schedules"):
-            remedy = "it builds the function; give a block with this _component_ and its arguments"
+            remedy = "give a block with a _component_ of adaptive_batch.schedules and its arguments"
             raise SettingError(name, value, remedy)
     check_rule(name, loaded)
     return loaded

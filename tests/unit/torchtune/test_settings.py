@@ -6,6 +6,7 @@ import pytest
 
 from adaptive_batch.__main__ import main
 from adaptive_batch.errors import SettingError
+from adaptive_batch.schedules import at_epochs
 from adaptive_batch.torchtune import Settings, without_effect
 from adaptive_batch.torchtune.configuration import (
     TORCHTUNE_KEYS,
@@ -70,6 +71,13 @@ def test_functions_are_imported_by_path_or_built_from_a_block():
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = settings({"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
+
+
+def test_a_rule_of_this_package_is_built_only_from_a_block(monkeypatch):
+    monkeypatch.setattr("support.components.rule", at_epochs({1: 8}), raising=False)
+    for path in ("adaptive_batch.schedules.at_epochs", "support.components.rule"):
+        with pytest.raises(SettingError, match=f"^batch_increase_function='{path}': give a block"):
+            settings({"batch_increase_function": path})
 
 
 NOT_WHOLE = (0, -3, 2.5, True, "some", 10**20)
