@@ -399,6 +399,27 @@ def test_a_split_evaluation_has_the_results_of_whole_batches(tmp_path):
     torch.testing.assert_close(torch.cat(evaluated(ours, tmp_path, "predict")), expected)
 
 
+class EvaluatesLoaders(Module):
+    """Logs the mean of the rows of the first loader, and their sum in the second."""
+
+    def validation_step(self, batch, batch_idx, dataloader_idx):
+        inputs, targets = batch
+        if self.limit and len(inputs) > self.limit:
+            torch.empty(TOO_MUCH, dtype=torch.uint8)
+        reduction = ("mean", "sum")[dataloader_idx]
+        self.log("loss", cross_entropy(self.layers(inputs), targets, reduction=reduction))
+
+
+def test_each_loader_of_a_split_evaluation_has_its_own_weighting(tmp_path):
+    def validated(limit):
+        trainer = trainer_in(tmp_path, [AdaptiveCallback()])
+        loaders = [DataLoader(rows(), batch_size=8) for _ in range(2)]
+        return trainer.validate(EvaluatesLoaders(limit=limit), loaders)
+
+    for found, expected in zip(validated(3), validated(None), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
