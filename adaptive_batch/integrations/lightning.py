@@ -229,7 +229,8 @@ class AdaptiveCallback(Callback):
             means = {
                 key: value
                 for key, (value, metric, keywords) in logs.calls[-1].items()
-                if metric is None and _reduction(metric, keywords) == "mean"
+                # Lightning's own error names other values.
+                if is_number(value) and metric is None and _reduction(metric, keywords) == "mean"
             }
             # A tensor with a dimension has one entry for each row, even if there is only one row.
             returns_mean = is_number(output) and not getattr(output, "ndim", 0)

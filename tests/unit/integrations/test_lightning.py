@@ -452,3 +452,12 @@ def test_a_module_without_parameters_is_evaluated(tmp_path):
 
     (found,) = evaluated(Baseline(), tmp_path, "test")
     assert found.keys() == {"largest"}
+
+
+def test_lightnings_error_names_a_logged_value_of_another_type(tmp_path):
+    class LogsText(Module):
+        def validation_step(self, batch, batch_idx):
+            self.log("name", "text")
+
+    with pytest.raises(ValueError, match=r"self\.log\(name, text\)` was called, but `str` values"):
+        evaluated(LogsText(), tmp_path, "validate")
