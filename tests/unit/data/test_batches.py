@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from support.examples import examples
 from torch.utils.data import DistributedSampler
 
+from adaptive_batch import distributed
 from adaptive_batch.data import Batches, Batching, DatasetAdapter
 from adaptive_batch.data.adaptive_batches import NoSizer
 from adaptive_batch.errors import CheckpointError
@@ -106,6 +107,27 @@ def test_the_configured_batch_replaces_a_saved_batch_that_is_not_kept():
     resumed.resume(Progress(), grown.state_dict()["steps"], keeps_batch=False)
     resumed.begin_epoch()
     assert resumed.batch_size == resumed.first_batch_size == 3
+
+
+def test_the_plan_of_a_schedule_of_tokens_has_the_steps_that_are_trained():
+    rule = linear_ramp(start=2, end=32, over="60tok")
+    batches = batches_of([1] * 60, batch_size=2, batch_size_schedule=rule)
+    batches.begin_epoch()
+    planned = list(batches.plan.sizes)
+    assert planned == [len(rows) for rows in taken(batches)]
+    assert planned[0] < planned[1] < planned[2]
+
+
+def test_ranks_balance_the_tokens_of_a_step(monkeypatch):
+    monkeypatch.setattr(distributed, "data_parallel_size", lambda: 2)
+    tokens = []
+    for rank in (0, 1):
+        monkeypatch.setattr(distributed, "data_parallel_rank", lambda rank=rank: rank)
+        batches = batches_of([40, 1] * 4, ranks=2, batch_size=1, batch_tokens=82)
+        (step,) = batches.steps()
+        tokens.append(sum(len(batches._rows[row]["tokens"]) for row in step.own))
+    # In turn, the ranks would have 160 and 4 tokens.
+    assert tokens == [82, 82]
 
 
 def test_a_schedule_is_bounded_by_the_saved_maximum_until_it_is_reset():
