@@ -152,14 +152,15 @@ class RunStore:
         """
         # True, False, "auto" or the path of a checkpoint.
         asked = self._job.cfg.resume_from_checkpoint
-        if not isinstance(asked, bool | None) and asked != AUTO:
-            return self._find_named(Path(str(asked)).absolute())
-        if not asked and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
+        if asked not in (True, AUTO) and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)) > 0:
             remedy = (
-                "after a restart by torchrun (--max-restarts), the run would start again instead of"
-                " resuming; give auto, and a new output_dir for a new run"
+                "after a restart by torchrun, the run would start here again instead of resuming"
+                " from its newest checkpoint; give auto, and a new output_dir for a new run, or"
+                " --max-restarts 0"
             )
             raise SettingError("resume_from_checkpoint", asked, remedy)
+        if not isinstance(asked, bool | None) and asked != AUTO:
+            return self._find_named(Path(str(asked)).absolute())
         saves = self.saves_by_run()
         if not asked or (asked == AUTO and not saves):
             return FoundCheckpoint()

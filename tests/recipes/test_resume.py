@@ -374,11 +374,13 @@ def test_a_finished_run_without_state_is_left_as_it_is_by_auto(small, points):
     assert saves_in(done.output_dir) == saves
 
 
-def test_a_run_that_torchrun_may_restart_has_to_resume(small, monkeypatch):
+def test_a_run_that_torchrun_may_restart_has_to_resume(small, whole, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     replaces = ("overwrite_output_dir=True", f"output_dir={small.fresh_folder()}")
-    with pytest.raises(SettingError, match=r"^resume_from_checkpoint=False: .*; give auto, and"):
-        small.run_in_process(OURS, *replaces)
+    for asked in (False, whole.output_dir / "step_3"):
+        refusal = f"^resume_from_checkpoint='?{asked}'?: .*; give auto, and"
+        with pytest.raises(SettingError, match=refusal):
+            small.run_in_process(OURS, *replaces, f"resume_from_checkpoint={asked}")
     resume_from(small, small.fresh_folder(), "auto", "epochs=1", "max_steps_per_epoch=1")
 
 
