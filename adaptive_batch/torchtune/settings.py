@@ -109,7 +109,8 @@ class ProbeSettings(ProbeOptions):
 
     Attributes:
         sequence_length: length of the rows in trials: `longest` for the longest rows of the
-            dataset, `max_seq_len` for the limit of the tokenizer, or a larger number of tokens.
+            dataset, `max_seq_len` for the limit of the tokenizer, or a number of tokens, at least
+            the length of the longest row.
         sequence_lengths: list of lengths for `adaptive_probe`, which searches once for each length.
             Replaces `probe.sequence_length`.
         trial_seconds: maximum duration of a trial in seconds. A size that would take longer is not
