@@ -157,8 +157,6 @@ def run_search(
     min_rows_seconds: float = 0.0,
     round_to_power_of_two: bool = False,
     sequence_length: int = 0,
-    resident_bytes: int = 0,
-    budget_bytes: int = 0,
 ) -> ProbeResult:
     """Find the largest batch whose whole training step fits.
 
@@ -173,7 +171,7 @@ def run_search(
             take longer, by linear extrapolation.
         min_rows_seconds: duration of `min_rows` rows before the first trial.
         round_to_power_of_two: whether to round the size for training down, and to try it too.
-        sequence_length, resident_bytes, budget_bytes: fields of the result.
+        sequence_length: number of tokens in the longest row of each trial; 0 if unknown.
 
     Returns:
         The result; its `max_batch_size` is 0 if no size fits.
@@ -230,8 +228,6 @@ def run_search(
         tuple(trials),
         tuple(seconds),
         sequence_length,
-        resident_bytes,
-        budget_bytes,
         maximum=search.maximum,
         max_batch_size_with_retries=largest_retried if largest_retried > max_batch_size else None,
     )

@@ -132,7 +132,7 @@ def test_a_search_finds_the_bound_of_brute_force(job_on, row, layout, sizes, kin
         with dry_run(budget) as trial:
             resident = trial.resident_bytes
             search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
-            result = run_search(trial, search=search, resident_bytes=resident)
+            result = run_search(trial, search=search)
         assert result.max_batch_size == size
     assert bits(wired.trainer.models.state_dict()) == before
 
