@@ -277,7 +277,7 @@ def optimizers_wait() -> Iterator[None]:
 
 
 def check_gradients_are_clear(model: nn.Module) -> None:
-    """Raise if a parameter has a nonzero gradient before a step.
+    """Raise if a parameter has a nonzero gradient.
 
     Raises:
         ValueError: a gradient is not zero.
@@ -289,7 +289,7 @@ def check_gradients_are_clear(model: nn.Module) -> None:
     ]
     if names:
         raise ValueError(
-            f"gradients of {some_names(names)} are not zero before a step: call optimizer.step()"
+            f"gradients of {some_names(names)} are not zero: call optimizer.step()"
             " and optimizer.zero_grad() after each run, with gradient_accumulation_steps=1 in a"
             " trainer around it; freeze parameters that the optimizer does not have with"
             " requires_grad_(False), or call model.zero_grad() after each step"

@@ -262,7 +262,7 @@ def test_gradients_of_parameters_without_an_optimizer_are_refused(
     steps_of_loop = iter(loop)
     loop.run(next(steps_of_loop))
     second = next(steps_of_loop)
-    with pytest.raises(ValueError, match=r"not zero before a step: call optimizer\.step\(\)"):
+    with pytest.raises(ValueError, match=r"are not zero: call optimizer\.step\(\)"):
         loop.run(second)
     head.step()
     head.zero_grad(set_to_none=False)
