@@ -246,7 +246,7 @@ class LimitFinder:
             )
         reference_sizer = trainer.reference_sizer
         if reference_sizer is not None:
-            if settings.searches_training or settings.reference_micro_batch_size == "auto":
+            if settings.searches:
                 result = self.search_reference(trainer, batch_size=batches.batch_size)
                 reference_sizer.set_bound(result)
             saved_reference_limits = resumed.state_of("reference_limits")
