@@ -145,8 +145,8 @@ class LimitFinder:
         )
         if grows_from_configured and settings.batch_size > self.most_rows:
             remedy = (
-                f"{self.most_rows} rows are tried at most, as probe.maximum and the rows of an"
-                f" epoch allow; give {self.most_rows} or less"
+                f"{self.most_rows} rows are tried at most, as probe.maximum, the rows of an epoch"
+                f" and trials that ended all ranks allow; give {self.most_rows} or less"
             )
             raise SettingError("batch_size", settings.batch_size, remedy)
         length = settings.probe.sequence_length
@@ -410,7 +410,10 @@ class LimitFinder:
         )
         fitting_rows = result.max_batch_size
         if isinstance(size, int) and size > fitting_rows:
-            remedy = f"{rows_fit(fitting_rows)}; give {fitting_rows} or less, or auto"
+            remedy = (
+                f"of up to {result.maximum} rows that were tried, {fitting_rows} fit; give"
+                f" {fitting_rows} or less, or auto"
+            )
             raise SettingError("reference_micro_batch_size", size, remedy)
         return result
 

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 from support.cli import SmallSetup
 from support.preferences import LORA, write_pairs
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer
 from adaptive_batch.torchtune.configuration import merged
@@ -43,6 +44,15 @@ def test_a_search_does_not_set_the_bounds_of_sizers(small: SmallSetup) -> None:
     assert finder.search_reference(trainer, batch_size=2).max_batch_size
     for sizer in (trainer.engine.sizer, trainer.reference_sizer):
         assert sizer.max_batch_size is None
+
+
+def test_the_error_of_a_reference_that_was_not_tried_gives_the_tried_rows(
+    small: SmallSetup,
+) -> None:
+    options = ("reference_micro_batch_size=16", "probe.maximum=2")
+    finder, trainer = set_up(small, *LORA, *write_pairs(small), *options)
+    with pytest.raises(SettingError, match="of up to 2 rows that were tried, 2 fit; give 2 or"):
+        finder.search_reference(trainer, batch_size=2)
 
 
 @pytest.mark.parametrize(
