@@ -139,6 +139,7 @@ REFUSED = {
     "output_dir": ["output_dir=/proc/nowhere"],
     "collate_fn": [
         "collate_fn=torchtune.data.padded_collate_dpo",
+        f"collate_fn={COMPONENTS}.without_labels",
         *(f"collate_fn={value}" for value in ("[]", "torch.pi", "torch.nn.Linear")),
     ],
     "dataset": [

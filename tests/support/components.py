@@ -156,6 +156,12 @@ def leaving_out(rows, padding_idx=0, ignore_idx=-100):
     return padded_collate_sft(rows[:-1], padding_idx=padding_idx, ignore_idx=ignore_idx)
 
 
+def without_labels(rows, padding_idx=0, ignore_idx=-100):
+    """A collate function that returns only tokens."""
+    batch = padded_collate_sft(rows, padding_idx=padding_idx, ignore_idx=ignore_idx)
+    return {"tokens": batch["tokens"]}
+
+
 class Unlabelled(OfLengths):
     """Rows without labels."""
 
