@@ -260,7 +260,7 @@ def mirror(folder: Path, scratch: Path) -> dict[str, str]:
                     is_folder, original = True, real
                     mirrors[str(real)] = str(new)
             elif str(original) in mirrors:
-                # A link leads to it too.
+                # A link to this folder was found before, so it has a mirror.
                 is_folder, original = False, Path(mirrors[str(original)])
             # Folders of tools (.git, virtual environments) are linked as a whole, which is fast.
             is_tool = entry.name.startswith(".") or os.path.exists(original / "pyvenv.cfg")

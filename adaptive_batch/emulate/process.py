@@ -45,7 +45,7 @@ _SONAME = re.compile(r"lib(?:cu(?!dastub)|nv|nccl)\w*\.so[.\d]*")
 
 
 class EmulationError(Exception):
-    """The emulation cannot run; the message names the missing part."""
+    """The emulation cannot run; the message names the cause."""
 
 
 def install() -> None:
