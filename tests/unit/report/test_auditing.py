@@ -228,10 +228,11 @@ def test_a_note_names_a_repeated_step_that_differs():
     assert steps == [1, 2, 3, 4, 5, 4, 5]
     assert "repeats  2 steps; not yet: 0" in audit_records(records).lines
     again = next(i for i, record in enumerate(records) if i > 7 and record["kind"] == "step")
-    records[again] = {**records[again], "loss": 9.5}
+    rows = records[again]["rows"]
+    records[again] = {**records[again], "rows": rows[::-1], "loss": 9.5, "lr": 9.5}
     found = audit_records(records)
     assert found.holds
-    assert "note     step 4 differs from its rolled-back attempt in loss" in found.lines
+    assert "note     step 4 differs from its rolled-back attempt in rows, loss, lr" in found.lines
 
 
 def test_a_log_without_a_start_fails():

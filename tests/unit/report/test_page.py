@@ -9,16 +9,19 @@ import shutil
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from adaptive_batch.__main__ import main
+from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB
 from adaptive_batch.probe import ProbeResult, Trial
 from adaptive_batch.report import read_records, write_report
-from adaptive_batch.report.page import points, run_facts, run_panels
+from adaptive_batch.report.page import points, run_facts, run_panels, search_panel
 from adaptive_batch.report.run_log import last_run
 
 NASTY = "<script>alert(\"x\")</script> & <b>bold</b> 'quoted'"
@@ -166,6 +169,50 @@ def test_all_text_is_escaped(tmp_path):
     assert page.count("&lt;script&gt;") == 4
 
 
+def test_names_and_messages_that_utf8_cannot_encode_are_escaped(tmp_path):
+    records = short(1)
+    records.add("config", message="\udcff")
+    # This is invalid mathematical text to matplotlib.
+    folder = records.write(tmp_path / "run\udcff$\\frac$")
+    page = write_report(folder)[0].read_text()
+    assert "<h1>run\\udcff$\\frac$</h1>" in page
+    assert "<td>\\udcff</td>" in page
+
+
+def test_a_page_does_not_get_the_name_of_its_picture(tmp_path):
+    folder = short(1).write(tmp_path)
+    with pytest.raises(SettingError, match=r"--output=.*the picture gets this name"):
+        write_report(folder, output=tmp_path / "report.png")
+
+
+def test_the_trials_of_the_last_search_in_training_are_drawn():
+    earlier = replace(SEARCH, trials=(Trial(2, True, GIB, GIB),)).record()
+    records = Records()
+    records.start()
+    records.add("bound", search=earlier)
+    records.add("bound", search=SEARCH.record())
+    records.add("validation_bound", search=earlier)
+    axes = Figure().subplots()
+    search_panel(run_of(records))["Trials of the search"](axes)
+    fits, fails = (trials.get_offsets().tolist() for trials in axes.collections)
+    assert fits == [[1, 2], [24, 13], [16, 9]]
+    # A trial that ran out of memory has no peak, and is drawn at the budget.
+    assert fails == [[32, 14]]
+
+
+def test_a_running_mean_ends_at_the_last_step_and_one_large_value_makes_a_logarithmic_scale():
+    records = short(79)
+    records.step(80, loss=1e6)
+    records.step(81, loss=1e300)
+    axes = Figure().subplots()
+    run = run_of(records)
+    run_panels(run)["Loss"](axes)
+    values, means = axes.lines
+    assert (means.get_xdata()[0], means.get_xdata()[-1], values.get_xdata()[-1]) == (2, 80, 80)
+    assert means.get_ydata()[-1] == pytest.approx(sum(values.get_ydata()[-2:]) / 2)
+    assert axes.get_yscale() == "log"
+
+
 def test_the_page_embeds_the_picture_and_has_no_external_reference(tmp_path):
     path, picture_path = write_report(full_records().write(tmp_path))
     page = path.read_text()
@@ -181,16 +228,19 @@ def test_the_page_embeds_the_picture_and_has_no_external_reference(tmp_path):
 
 def test_rolled_back_steps_are_not_drawn_but_events_are_marked(tmp_path):
     records = short(10)
+    records.step(11, loss="nan")
     records.add("batch_size", message="taken", before=16, after=32)
     records.add("limit", message="out", before=16, after=8, out_of_memory=True)
     records.start(after=5, resumed=True)
+    facts = run_facts(run_of(records))
+    assert (facts["samples"], facts["steps without a finite loss"]) == ("80", "0")
     records.step(6, rows=32)
     run = run_of(records)
     numbers = [1, 2, 3, 4, 5, 6]
     assert points(run, "batch_size") == list(zip(numbers, [16] * 5 + [32], strict=True))
     page = write_report(records.write(tmp_path))[0].read_text()
     assert "(rolled back by a restart) taken" in page
-    assert "<dt>steps rolled back</dt><dd>5</dd>" in page
+    assert "<dt>steps rolled back</dt><dd>6</dd>" in page
 
 
 def test_a_log_cut_at_any_byte_is_drawn(tmp_path):

@@ -1,5 +1,7 @@
 """The run log is one JSON object per line and survives a kill."""
 
+import math
+
 import pytest
 
 from adaptive_batch.errors import SettingError
@@ -16,6 +18,13 @@ def test_steps_and_events_are_read_in_order(tmp_path, caplog):
     assert (first["kind"], first["before"], first["after"]) == ("batch_size", 4, 16)
     assert (second["kind"], second["step"], second["loss"]) == ("step", 1, 2.5)
     assert "batch_size 4 -> 16" in caplog.text
+
+
+def test_nan_and_infinities_are_written_as_text(tmp_path):
+    with RunLog(tmp_path) as record:
+        record.step(loss=math.nan, lr=-math.inf)
+    (found,) = read_records(tmp_path / "adaptive_batch" / "run.jsonl")
+    assert (found["loss"], found["lr"]) == ("nan", "-inf")
 
 
 def test_a_step_after_close_is_refused(tmp_path):
