@@ -20,7 +20,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.utilities.memory import recursive_detach
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import MaxMetric, Metric, MinMetric, SumMetric
 
@@ -169,13 +168,10 @@ class AdaptiveCallback(Callback):
         (optimizer,) = trainer.optimizers
 
         def to_device(batch: Any) -> Any:
-            # The same steps in the same order as in Lightning's own loop. Lightning calls the hook
-            # of the data module if it has one, else that of the model.
+            # The same steps in the same order as in Lightning's own loop.
             batch = trainer.precision_plugin.convert_input(batch)
-            owner = trainer.datamodule
-            if not is_overridden("on_before_batch_transfer", owner):
-                owner = trainer.lightning_module
-            return trainer.strategy.batch_to_device(owner.on_before_batch_transfer(batch, 0))
+            batch = trainer.lightning_module._on_before_batch_transfer(batch)
+            return trainer.strategy.batch_to_device(batch)
 
         self.adaptive.find_bound(
             step,

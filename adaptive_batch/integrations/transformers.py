@@ -15,23 +15,31 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial, reduce, wraps
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_pt_utils import nested_concat
 
 from adaptive_batch import distributed
-from adaptive_batch._util import instance_of, replaced
+from adaptive_batch._util import check_built_alike, instance_of, replaced
+from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.training import AdaptiveStep, EvaluationParts, Part
+from adaptive_batch.training import (
+    AdaptiveRate,
+    AdaptiveStep,
+    EvaluationParts,
+    Part,
+    RowsOfBatch,
+    SplitBatch,
+)
 
 from .arguments import TERMS, AdaptiveArguments
 from .part_logs import PartLogs, reduce_by_name
-from .transformers_batches import Growth, by_pairs, refuse_saved_growth, stacks_pairs
 
 __all__ = ["AdaptiveArguments", "AdaptiveTrainer", "adopt"]
 
@@ -48,6 +56,20 @@ _METRICS = ("_metrics", "_stored_metrics")
 _SKIPPED = ("log_history", "train_dataset", "eval_dataset")
 # Modules whose `_prepare_inputs` truncates inputs to the longest answer: called per micro-batch.
 _CUT_INPUTS = ("swift.trainers.seq2seq_trainer",)
+# Preference collators of TRL and of LLaMA-Factory, compared by name to avoid the imports.
+_COLLATORS_OF_PAIRS = ("DataCollatorForPreference", "PairwiseDataCollatorWithPadding")
+# Key of the data position of growing batches in Trainer's state, which is saved with each
+# checkpoint.
+_POSITION = "AdaptiveBatches"
+# Trainer arguments that affect growing batches, with their required values.
+_REQUIRED = {
+    "gradient_accumulation_steps": (
+        1,
+        "a batch holds the rows of a whole step and runs in micro-batches; give 1",
+    ),
+    "train_sampling_strategy": ("random", "AdaptiveBatches draws the order of rows; give random"),
+    "dataloader_drop_last": (False, "each row is used once per epoch; give False"),
+}
 
 
 class _Step(AdaptiveStep):
@@ -102,7 +124,7 @@ class AdaptiveTrainer(Trainer):
     _adaptive_of_step: AdaptiveArguments | None = None
     _adaptive_of_evaluation: AdaptiveArguments | None = None
     _evaluation: EvaluationParts | None = None
-    _growth: Growth | None = None
+    _growth: _Growth | None = None
     _num_fetched = 0
 
     def __init_subclass__(cls, **keywords: Any) -> None:
@@ -154,7 +176,7 @@ class AdaptiveTrainer(Trainer):
         if not hasattr(Trainer, "_run_epoch"):
             remedy = "install transformers 5.23, or use AdaptiveLoop"
             raise SettingError("transformers", transformers.__version__, remedy)
-        self._growth = Growth(self.adaptive, self.args, loader)
+        self._growth = _Growth(self.adaptive, self.args, loader)
         self.add_callback(self._growth)
         return self._growth.loader
 
@@ -194,7 +216,10 @@ class AdaptiveTrainer(Trainer):
         """Return the finished epochs, and the batches of the current one that Trainer skips."""
         place: tuple[int, int] = super()._init_training_state(*arguments, **keywords)
         if self._growth is None:
-            refuse_saved_growth(self.state)
+            if _POSITION in self.state.stateful_callbacks:
+                remedy = "its batch grew; give AdaptiveArguments the same batch_increase_function"
+                step = f"step {self.state.global_step}"
+                raise SettingError("resume_from_checkpoint", step, remedy)
         elif self.state.global_step:
             self._growth.resume(self.state)
             # The sampler resumes after the used batches, so Trainer must not skip any.
@@ -307,8 +332,13 @@ class AdaptiveTrainer(Trainer):
             elif type(self.model).__name__.endswith("ForCTC"):
                 reduction = getattr(self.model.config, "ctc_loss_reduction", "mean")
             adaptive = replace(adaptive, loss_reduction=reduction)
-        if stacks_pairs(self.data_collator):
-            return by_pairs(adaptive)
+        if adaptive.split is None and _makes_pairs(self.data_collator):
+            adaptive = replace(
+                adaptive,
+                split=_split_pairs,
+                row_length=adaptive.row_length or _longer_of_pair,
+                num_labels=adaptive.num_labels or _num_pairs,
+            )
         return adaptive
 
     def _find_bound(self, step: AdaptiveStep) -> None:
@@ -455,3 +485,144 @@ def adopt(trainer: Trainer, adaptive: AdaptiveArguments | None = None) -> Adapti
         assert isinstance(trainer, AdaptiveTrainer)
         trainer.adaptive = instance_of(AdaptiveArguments, "adaptive", adaptive)
     return trainer
+
+
+# --- growing batches
+
+
+class _Growth(TrainerCallback):
+    """Creates the growing batches of a run and tracks the position in the data.
+
+    Args:
+        adaptive: arguments of the trainer.
+        arguments: arguments of Trainer.
+        loader: Trainer's own loader, whose dataset, collator and workers are reused.
+
+    Attributes:
+        batches: batch sampler that yields the rows of each step.
+        loader: loader of `batches`.
+        learning_rate: rate of the last step; None before the first.
+
+    Raises:
+        SettingError: an argument is incompatible with growing batches.
+    """
+
+    def __init__(
+        self, adaptive: AdaptiveArguments, arguments: TrainingArguments, loader: DataLoader[Any]
+    ) -> None:
+        for key, (required, remedy) in _REQUIRED.items():
+            value = getattr(arguments, key, required)
+            if value != required:
+                raise SettingError(key, value, f"with batch_increase_function {remedy}")
+        if distributed.world_size() > 1:
+            remedy = "it grows on one process; on several ranks use AdaptiveLoop or AdaptiveBatches"
+            raise SettingError("batch_increase_function", "on several ranks", remedy)
+        seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+        self.batches = AdaptiveBatches(
+            loader.dataset,
+            arguments.train_batch_size,
+            batch_increase_function=cast(Any, adaptive.batch_increase_function),
+            sampling=Sampling(seed=seed),
+        )
+        self.loader: DataLoader[Any] = DataLoader(
+            loader.dataset,
+            batch_sampler=self.batches,
+            collate_fn=loader.collate_fn,
+            num_workers=loader.num_workers,
+            pin_memory=loader.pin_memory,
+            worker_init_fn=loader.worker_init_fn,
+            multiprocessing_context=loader.multiprocessing_context,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=loader.persistent_workers,
+            # Without it, a run that resumes within an epoch draws one more random number.
+            generator=torch.Generator(),
+        )
+        self._lr_scaling = adaptive.lr_scaling
+        self._reference_rows = arguments.train_batch_size
+        self._rate: AdaptiveRate | None = None
+        self.learning_rate: float | None = None
+
+    def num_steps(self, epochs: float) -> int:
+        """Return the number of steps left of `epochs` epochs; the last epoch may be partial."""
+        of_whole_epochs = self.batches.num_steps(math.floor(epochs))
+        with_last_epoch = self.batches.num_steps(math.ceil(epochs))
+        return of_whole_epochs + math.ceil((epochs % 1) * (with_last_epoch - of_whole_epochs))
+
+    def resume(self, state: TrainerState) -> None:
+        """Restore the position in the data from a checkpoint.
+
+        Raises:
+            SettingError: the checkpoint has no position, or belongs to other batches or another
+                `lr_scaling`.
+        """
+        saved = state.stateful_callbacks.get(_POSITION)
+        if saved is None:
+            remedy = "it was saved without batch_increase_function; resume without it"
+            raise SettingError("resume_from_checkpoint", f"step {state.global_step}", remedy)
+        check_built_alike({"lr_scaling": self._lr_scaling}, saved, what="trainer")
+        self.batches.load_state_dict(saved)
+
+    def set_rate(self, optimizer: Optimizer) -> None:
+        """Scale the learning rate that Trainer's scheduler set by the rows of the current step."""
+        if self._rate is None:
+            self._rate = AdaptiveRate(
+                optimizer,
+                lr_scaling=self._lr_scaling,
+                reference_batch_size=self._reference_rows,
+            )
+        self.learning_rate = self._rate.set(rows=len(self.batches.oldest.own))["lr"]
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: Any, **_: Any
+    ) -> None:
+        self.batches.step()
+        state.epoch = self.batches.progress.epochs
+        saved = {**self.batches.state_dict(), "lr_scaling": self._lr_scaling}
+        state.stateful_callbacks[_POSITION] = saved
+
+
+# --- batches of pairs
+
+
+def _makes_pairs(collator: Any) -> bool:
+    """Return whether a collator of TRL, LLaMA-Factory or ms-swift makes batches of pairs: all
+    chosen rows, then all rejected rows in that order.
+    """
+    # ms-swift's collator is a partial of a method of its template. With padding_free, it packs all
+    # rows into one.
+    template: Any = getattr(getattr(collator, "func", None), "__self__", None)
+    is_of_swift = getattr(template, "mode", "") == "rlhf" and not template.padding_free
+    return is_of_swift or type(collator).__name__ in _COLLATORS_OF_PAIRS
+
+
+def _num_pairs(batch: Mapping[str, Any]) -> int:
+    return RowsOfBatch(batch).num_rows // 2
+
+
+def _longer_of_pair(row: Mapping[str, Sequence[int]]) -> int:
+    ids = "ids" if "chosen_ids" in row else "input_ids"
+    longer = max(len(row[f"chosen_{ids}"]), len(row[f"rejected_{ids}"]))
+    return len(row.get("prompt_ids", ())) + longer
+
+
+def _split_pairs(batch: Mapping[str, Any]) -> SplitBatch:
+    """Split a batch by pairs: its first half has the chosen rows, its second the rejected ones."""
+    rows = RowsOfBatch(batch)
+    num_pairs = rows.num_rows // 2
+
+    def part(pairs: Sequence[int]) -> dict[str, Any]:
+        chosen_and_rejected = rows.part([*pairs, *(num_pairs + pair for pair in pairs)])
+        # Tensors with one entry per pair, such as the log-probabilities of the reference model.
+        of_pairs = {
+            key: value[list(pairs)]
+            for key, value in batch.items()
+            if isinstance(value, torch.Tensor) and value.dim() and len(value) == num_pairs
+        }
+        return {**chosen_and_rejected, **of_pairs}
+
+    lengths = rows.lengths
+    if lengths is not None:
+        # Both rows are padded to the longer one.
+        pairs_of_lengths = zip(lengths[:num_pairs], lengths[num_pairs:], strict=True)
+        lengths = [2 * max(pair) for pair in pairs_of_lengths]
+    return SplitBatch(num_pairs, part, lengths)

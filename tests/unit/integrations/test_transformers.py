@@ -26,7 +26,6 @@ from transformers import (
 from adaptive_batch import AdaptiveBatches, Sampling, SettingError, StepOptions, geometric
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
-from adaptive_batch.integrations.transformers_batches import by_pairs
 
 NUM_ROWS = 24
 # Bytes whose allocation is an out-of-memory error on every machine.
@@ -552,9 +551,10 @@ def test_the_pairs_of_a_preference_collator_stay_together(tmp_path, collator, ad
     assert_trains_alike(run, plain, rel=2e-6)
 
 
-def test_a_given_split_replaces_the_split_by_pairs():
-    adaptive = AdaptiveArguments(split=lambda batch: None)
-    assert by_pairs(adaptive) is adaptive
+def test_a_given_split_replaces_the_split_by_pairs(tmp_path):
+    adaptive = AdaptiveArguments(split=lambda batch: None, loss_reduction="mean")
+    given = {"adaptive": adaptive, "collator": DataCollatorForPreference()}
+    assert trainer_of(AdaptiveTrainer, tmp_path, **given)._arguments is adaptive
 
 
 class Makes(NotesTheMode, AdaptiveTrainer):
