@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from adaptive_batch import __version__
 from adaptive_batch.config_files import copy_config, shipped_configs
 from adaptive_batch.errors import AdaptiveBatchError, SettingError
-from adaptive_batch.integrations.command_line import add_options, given_options, run_program
+from adaptive_batch.integrations.run_command import run_program
 
 if TYPE_CHECKING:
     from adaptive_batch.emulate import Device
@@ -107,7 +107,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="run a program with Transformers' Trainer, in micro-batches that fit",
         usage="adaptive-batch run [options] -- python train.py ...",
     )
-    add_options(run)
+    run.add_argument(
+        "--micro-batch-size",
+        metavar="N",
+        type=_number_or_text,
+        help="maximum rows of a micro-batch: a number, or auto to search for the largest",
+    )
+    run.add_argument(
+        "--micro-batch-tokens",
+        metavar="N",
+        type=_number_or_text,
+        help="maximum tokens of a micro-batch, padding included: a number or auto",
+    )
+    run.add_argument(
+        "--device-memory",
+        metavar="SIZE",
+        type=_number_or_text,
+        help="memory that the search may use, such as 12GiB",
+    )
+    run.add_argument(
+        "--headroom",
+        metavar="SHARE",
+        type=_number_or_text,
+        help="share of that memory to leave free; 0.05",
+    )
+    run.add_argument(
+        "--loss-reduction",
+        metavar="NAME",
+        help="mean weights the losses of micro-batches, sum adds them; or auto",
+    )
     for command in (emulate, run):
         command.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
     # Folders can have arbitrary names, and a terminal may support only ASCII.
@@ -123,6 +151,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except AdaptiveBatchError as error:
         print(f"{options.command}: {error}", file=sys.stderr)
         return 1
+
+
+def _number_or_text(text: str) -> int | float | str:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _emulate(options: argparse.Namespace, program: Sequence[str]) -> int:
@@ -232,7 +269,13 @@ def _run(options: argparse.Namespace) -> int:
             return _emulate(options, program)
         if not program:
             raise SettingError("PROGRAM", None, "give the program after --")
-        return run_program(program, given_options(options))
+        # All options but these two are arguments of AdaptiveArguments.
+        given = {
+            name: value
+            for name, value in vars(options).items()
+            if name not in ("command", "program") and value is not None
+        }
+        return run_program(program, given)
     if options.command == "audit":
         from adaptive_batch.report import audit
 

@@ -27,8 +27,6 @@ from adaptive_batch.training import (
     Terms,
 )
 
-from .command_line import PlainArguments
-
 log = logging.getLogger("adaptive_batch")
 
 # Names of these arguments in errors; each trainer adds its function.
@@ -48,7 +46,7 @@ def _one(batch: Any) -> int:
 
 
 @dataclass(frozen=True)
-class AdaptiveArguments(PlainArguments):
+class AdaptiveArguments:
     """Arguments of a trainer that runs each step in micro-batches.
 
     Attributes:
@@ -59,6 +57,10 @@ class AdaptiveArguments(PlainArguments):
         device_memory: memory that the search may use: a size such as ``"12GiB"``, or a fraction
             such as 0.9. None: all available memory.
         headroom: fraction of `device_memory` that stays free, in [0, 1); ``auto`` for 5%.
+        loss_reduction: ``mean`` weights the loss of a micro-batch by its share of the labels;
+            ``sum`` adds the losses unweighted; ``auto`` chooses ``sum`` for losses of TRL's
+            GRPOTrainer that are divided by the tokens of the step, and for a Transformers CTC
+            model with ``ctc_loss_reduction="sum"``.
         row_length: function that returns the number of tokens in a row of the training dataset, or
             a number if all rows have the same length. None: the length of ``input_ids``.
         split: see :class:`adaptive_batch.AdaptiveStep`.
@@ -69,15 +71,16 @@ class AdaptiveArguments(PlainArguments):
         lr_scaling: factor that scales the learning rate of the trainer's scheduler as the batch
             grows: ``none``, ``linear`` or ``sqrt`` in rows / `per_device_train_batch_size`.
             AdaptiveTrainer only.
-        loss_reduction: ``mean`` weights the loss of a micro-batch by its share of the labels;
-            ``sum`` adds the losses unweighted; ``auto`` chooses ``sum`` for losses of TRL's
-            GRPOTrainer that are divided by the tokens of the step, and for a Transformers CTC
-            model with ``ctc_loss_reduction="sum"``.
 
     Raises:
         SettingError: a value is invalid.
     """
 
+    micro_batch_size: int | str | None = None
+    micro_batch_tokens: int | str | None = None
+    device_memory: int | float | str | None = None
+    headroom: float | str = "auto"
+    loss_reduction: str = option("auto", one_of("auto", "mean", "sum"))
     row_length: Callable[[Any], int] | int | None = None
     split: Callable[[Any], SplitBatch] | None = None
     num_labels: Callable[[Any], Any] | None = None

@@ -10,19 +10,22 @@ In the configuration::
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, get_type_hints
+from typing import Any
 
-from pydantic import create_model
+from pydantic import BaseModel
 from transformers import Trainer
 
-from .command_line import PlainArguments
 from .transformers import AdaptiveArguments, adopt
 
-_PREFIX = "adaptive_"
-_FIELDS: dict[str, Any] = {
-    _PREFIX + name: (kind | None, None) for name, kind in get_type_hints(PlainArguments).items()
-}
-AdaptiveConfig = create_model("AdaptiveConfig", __module__=__name__, **_FIELDS)
+
+class AdaptiveConfig(BaseModel):
+    """Keys of this plugin: arguments of :class:`.AdaptiveArguments` with a prefix."""
+
+    adaptive_micro_batch_size: int | str | None = None
+    adaptive_micro_batch_tokens: int | str | None = None
+    adaptive_device_memory: int | float | str | None = None
+    adaptive_headroom: float | str | None = None
+    adaptive_loss_reduction: str | None = None
 
 
 class AdaptivePlugin:
@@ -42,7 +45,11 @@ class AdaptivePlugin:
         Raises:
             SettingError: a value is invalid.
         """
-        given = {key.removeprefix(_PREFIX): cfg[key] for key in _FIELDS if cfg.get(key) is not None}
+        given = {
+            key.removeprefix("adaptive_"): cfg[key]
+            for key in AdaptiveConfig.model_fields
+            if cfg.get(key) is not None
+        }
         adopt(trainer, AdaptiveArguments(**given))
 
     def __getattr__(self, name: str) -> Callable[..., None]:

@@ -1,7 +1,8 @@
-"""Import hook that ``adaptive-batch run`` installs in each process of the program that it starts.
+"""``adaptive-batch run``: the launcher of an unmodified program, and the hook that it installs in
+each Python process of this program.
 
-It patches ``Trainer.train()`` to adopt the trainer. Nothing else is imported before the program
-imports Transformers' Trainer.
+The hook patches ``Trainer.train()`` to adopt the trainer. The processes load this file without the
+package, which the program's environment may lack, so it imports the package where it needs it.
 """
 
 from __future__ import annotations
@@ -10,8 +11,11 @@ import functools
 import json
 import logging
 import os
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -20,8 +24,62 @@ from typing import Any
 _TRAINER = "transformers.trainer"
 
 
+def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
+    """Run a program that adopts each Transformers Trainer on ``train()``, also in its child
+    processes, and return its exit status. Print a warning if it trained no adopted trainer.
+
+    Args:
+        command: program and its arguments.
+        arguments: arguments of :class:`AdaptiveArguments`, as JSON values.
+
+    Raises:
+        SettingError: an argument is invalid.
+        AdaptiveBatchError: the program cannot be started.
+    """
+    from adaptive_batch.errors import AdaptiveBatchError
+    from adaptive_batch.inject.sitecustomize import environment_with
+
+    from .arguments import AdaptiveArguments
+
+    # Refuse bad arguments before the program starts.
+    AdaptiveArguments(**arguments)
+    with tempfile.TemporaryDirectory(prefix="adaptive_batch-") as folder:
+        adopted = Path(folder, "adopted")
+        try:
+            program = subprocess.Popen(
+                command,
+                env={
+                    **environment_with(Path(__file__)),
+                    "ADAPTIVE_BATCH_ARGUMENTS": json.dumps(arguments),
+                    "ADAPTIVE_BATCH_ADOPTED": str(adopted),
+                },
+            )
+        except OSError as error:
+            problem = f"{command[0]} cannot be started: {error.strerror}"
+            if command[0].endswith(".py"):
+                problem += f"; start it with python {command[0]}"
+            raise AdaptiveBatchError(problem) from None
+        # The terminal sends Ctrl-C to the program as well; a scheduler signals only this process.
+        signal.signal(signal.SIGINT, lambda *_: None)
+        for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"):
+            if hasattr(signal, name):
+                signal.signal(getattr(signal, name), lambda number, _: program.send_signal(number))
+        code = program.wait()
+        if not adopted.exists():
+            print(
+                "adaptive-batch run: the program trained no Transformers Trainer in micro-batches;"
+                " start it without -S, -I and -E and keep its PYTHONPATH, or use AdaptiveStep for"
+                " other loops",
+                file=sys.stderr,
+            )
+    return code if code >= 0 else 128 - code
+
+
+# --- in a process of the program
+
+
 def install() -> None:
-    """Install the import hook in this process."""
+    """Install the hook in this process."""
     sys.meta_path.insert(0, TrainerFinder())
 
 
