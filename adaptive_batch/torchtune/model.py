@@ -93,12 +93,16 @@ class FullModel:
         """Return the model without memory, on the meta device."""
         # torchtune's builders of quantized models read this global instead of an argument.
         common_utils._use_low_cpu_ram = bool(cfg.get("low_cpu_ram", False))
-        return self.instantiate(cfg, dtype=dtype, device=torch.device("meta"))
+        return self.new_model(cfg, dtype=dtype, device=torch.device("meta"))
 
-    def instantiate(
+    def new_model(
         self, cfg: DictConfig, *, dtype: torch.dtype, device: torch.device
     ) -> torch.nn.Module:
-        """Return the configured model on a device, with fused norms if they are configured."""
+        """Return the configured model on a device, with fused norms if they are configured.
+
+        Raises:
+            SettingError: the model cannot be built, or has no norms to fuse.
+        """
         # torchao quantizes weights to NF4 in chunks, to save memory. The meta device has none to
         # save, and a single chunk is much faster.
         single_chunk: AbstractContextManager[None] = nullcontext()
@@ -107,11 +111,13 @@ class FullModel:
         with training.set_default_dtype(dtype), device, single_chunk:
             model: torch.nn.Module = instantiate(self.key, cfg.model)
         if cfg.get("fused_rms_norm", False):
-            for module in model.modules():
-                # Both classes have the same parameters, so changing the class keeps weights and
-                # names.
-                if type(module) is modules.RMSNorm:
-                    module.__class__ = FusedRMSNorm
+            norms = [module for module in model.modules() if type(module) is modules.RMSNorm]
+            if not norms:
+                remedy = f"{component_of(cfg.model)} has no torchtune.modules.RMSNorm; remove it"
+                raise SettingError("fused_rms_norm", True, remedy)
+            for norm in norms:
+                # Both classes have the same parameters, so weights and their names stay.
+                norm.__class__ = FusedRMSNorm
         return model
 
     def build(
@@ -281,7 +287,7 @@ def build_without_weights(
         SettingError: the model is for another recipe, or cannot be sharded as configured.
     """
     built_on = torch.device("meta") if on_meta else device
-    model = builder.instantiate(cfg, dtype=dtype, device=built_on)
+    model = builder.new_model(cfg, dtype=dtype, device=built_on)
     builder.check(model, cfg)
     builder.freeze(model)
     if cfg.compile:

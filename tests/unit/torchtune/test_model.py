@@ -6,6 +6,7 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules import RMSNorm
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm
 
 LLAMA = {
@@ -38,3 +39,10 @@ def test_all_norms_of_a_model_are_replaced_with_the_same_parameter_names():
     norms = [type(module) for module in fused.modules() if isinstance(module, RMSNorm)]
     assert norms == [FusedRMSNorm] * 5
     assert list(fused.state_dict()) == list(plain.state_dict())
+
+
+def test_a_model_without_norms_to_fuse_is_refused():
+    gemma = {**LLAMA, "_component_": "torchtune.models.gemma.gemma", "head_dim": 8}
+    cfg = OmegaConf.create({"model": {**gemma, "intermediate_dim": 32}, "fused_rms_norm": True})
+    with pytest.raises(SettingError, match="^fused_rms_norm=True: torchtune.models.gemma.gemma has"):
+        FullModel().skeleton(cfg, dtype=torch.bfloat16)
