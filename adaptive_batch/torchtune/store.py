@@ -455,8 +455,7 @@ class Saver:
             except CheckpointError as error:
                 # After the last epoch, the exported weights matter more than a checkpoint.
                 if not is_last:
-                    resume_hint = distributed.from_rank_zero(self.resume_hint)
-                    raise CheckpointError(f"{error}; {resume_hint}") from error
+                    raise self._with_resume_hint(error) from error
                 log.warning("the last epoch is saved without a checkpoint: %s", error)
         self._export(trainer, epoch=epoch)
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:
@@ -566,7 +565,10 @@ class Saver:
             order = newest.order if newest and newest.order else 0
             self._store.files.export(content, epoch=epoch, run=self._run, step=step, order=order)
 
-        distributed.on_rank_zero(export)
+        try:
+            distributed.on_rank_zero(export)
+        except CheckpointError as error:
+            raise self._with_resume_hint(error) from error
         self._remove_earlier_runs()
         self._log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=step)
 
@@ -581,6 +583,10 @@ class Saver:
             lambda: self._store.remove_others(self._run)
         ):
             self.replaces = ""
+
+    def _with_resume_hint(self, error: CheckpointError) -> CheckpointError:
+        """Return the error of a failed save with how the run resumes; a collective."""
+        return CheckpointError(f"{error}; {distributed.from_rank_zero(self.resume_hint)}")
 
     def _log_failure(self, error: CheckpointError) -> None:
         message = f"training continues; this checkpoint was not saved: {error}"

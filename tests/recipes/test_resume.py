@@ -405,19 +405,21 @@ def full_disk(first, last, num_bytes=100_000):
     return block("metric_logger", "support.stops.FillingDisk", **limits)
 
 
+@pytest.mark.parametrize(
+    ("step", "failed", "missed", "newest"),
+    [(4, "step_8", [6], "step_3"), (16, "epoch_1", [], "step_15")],
+)
 def test_a_full_disk_skips_a_checkpoint_within_an_epoch_and_ends_the_run_at_its_end(
-    small, whole, unlimited
+    small, whole, unlimited, step, failed, missed, newest
 ):
     folder = small.fresh_folder()
-    message = r"step_8 failed \(\[Errno 27\] .*; resume_from_checkpoint=True resumes from .*step_3$"
-    with pytest.raises(CheckpointError, match=message):
-        small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(4, 99), f"output_dir={folder}")
-    (said,) = records(folder, "checkpoint_failed")
-    assert "step_6 failed" in said["message"]
-    assert records(folder, "step")[-1]["step"] == 8
+    hint = f"resume_from_checkpoint=True resumes from .*{newest}$"
+    with pytest.raises(CheckpointError, match=rf"{failed} failed \(.*; {hint}"):
+        small.run_in_process(OURS, SAVES, *DROPOUT, *full_disk(step, 99), f"output_dir={folder}")
+    assert [record["step"] for record in records(folder, "checkpoint_failed")] == missed
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     resume_run(small, folder, SAVES, *DROPOUT)
-    assert went_on_from(folder) == "step_3"
+    assert went_on_from(folder) == newest
     assert_the_same(folder, whole)
 
 
