@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.utils.data import DataLoader
 from torchtune import training
 
 from adaptive_batch import distributed
-from adaptive_batch._util import atomic_write, count, file_signature, fingerprint
+from adaptive_batch._util import atomic_write, count, described_with_files, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
 from adaptive_batch.data import Batches, MicroBatchLimit
 from adaptive_batch.errors import SettingError
@@ -32,7 +31,7 @@ from adaptive_batch.schedules import Progress, write_rate
 from adaptive_batch.training import MicroBatchSizer
 
 from .checks import without_effect
-from .configuration import as_dict, values_of
+from .configuration import as_dict, component_of, load_function, values_of
 from .data import Data
 from .job import Job
 from .rate import check_rate, couple_seesaw
@@ -394,16 +393,13 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
             conditions[name] = config.get(name) if as_written else values[name]
     conditions |= {f"optimizer.{key}": value for key, value in config["optimizer"].items()}
     for name in ("batch_increase_function", "batch_size_schedule"):
-        function = getattr(settings, name)
-        while isinstance(function, partial):
-            function = function.func
-        # Module of a function, or of the class of a callable object.
-        module = getattr(function, "__module__", None) or ""
-        file = getattr(sys.modules.get(module), "__file__", None)
+        path = component_of(config.get(name))
         # Other releases of this package change no result of its rules.
-        if file is not None and not module.startswith("adaptive_batch."):
-            content = fingerprint(file_signature(file))[:16]
-            conditions[f"{name}.file"] = f"{Path(file).name}, {content}"
+        if path is not None and not path.startswith("adaptive_batch."):
+            # The module of the path may import the object from the module that defines it.
+            defined_in = getattr(load_function(path, key=name), "__module__", "")
+            files = described_with_files([path, f"{defined_in}.{name}"])
+            conditions[f"{name}.file"] = f"{path}, {fingerprint(files)[:16]}"
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {

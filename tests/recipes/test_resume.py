@@ -466,22 +466,36 @@ def test_a_changed_setting_is_refused_within_an_epoch_unless_allowed(small, whol
     assert sorted(path.name for path in folder.glob("epoch_*")) == ["epoch_0", "epoch_1"]
 
 
+RULES_OF_USER = """
+from functools import partial
+from adaptive_batch import steps
+
+def build():
+    return steps([{0}, 300], ["9ep"])
+
+def constant(tokens, progress):
+    return tokens
+
+rule = partial(constant, {0})
+"""
+
+
+@pytest.mark.parametrize("path", ["=rule_of_user.rule", "._component_=rule_of_user.build"])
 def test_a_changed_file_of_a_schedule_is_refused_or_restarts_an_epoch_of_token_steps(
-    small, tmp_path, monkeypatch
+    small, tmp_path, monkeypatch, path
 ):
     monkeypatch.syspath_prepend(tmp_path)
     # monkeypatch removes the module that the recipe imports.
     monkeypatch.setitem(sys.modules, "rule_of_user", None)
     del sys.modules["rule_of_user"]
     file = tmp_path / "rule_of_user.py"
-    source = "from functools import partial\ndef tokens(n, *at): return n\n"
-    file.write_text(source + "rule = partial(tokens, 150)\n")
-    keys = (*BY_TOKENS, "batch_size_schedule=rule_of_user.rule", "grow_beyond_maximum=True")
+    file.write_text(RULES_OF_USER.format(150))
+    keys = (*BY_TOKENS, f"batch_size_schedule{path}", "grow_beyond_maximum=True")
     folder = stopped_after(small.run_in_process(OURS, *keys), small, 3)
-    file.write_text(source + "rule = partial(tokens, 99)\n")
+    file.write_text(RULES_OF_USER.format(99))
     sys.modules.pop("rule_of_user")
     allowed = "resume_allow_changes=[batch_size_schedule]"
-    with pytest.raises(SettingError, match=r"^batch_size_schedule='rule_of_user.py, .*: the check"):
+    with pytest.raises(SettingError, match=r"^batch_size_schedule='rule_of_user\..*: the check"):
         resume_run(small, folder, *keys)
     resume_run(small, folder, *keys, allowed)
     (said,) = records(folder, "batch_size_schedule.file")
