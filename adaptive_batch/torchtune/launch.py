@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from torchtune import config, training, utils
+from torchtune.config._parse import TuneRecipeArgumentParser
 
 from adaptive_batch import distributed
 from adaptive_batch._util import is_emulated
@@ -25,7 +27,7 @@ from adaptive_batch.memory import expand_segments
 from adaptive_batch.training import differences
 
 from .checks import check_parallel
-from .configuration import as_dict, plainly
+from .configuration import as_dict, merged, plainly, refusing
 from .store import FinishedError
 
 log = logging.getLogger("adaptive_batch")
@@ -34,10 +36,19 @@ _INTERRUPTED = "interrupted"
 
 
 def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
-    """Run a recipe as a program, with the configuration of its command line."""
+    """Run a recipe as a program, with the configuration of its command line.
+
+    Raises:
+        SettingError: an argument or the configuration file cannot be read.
+    """
     set_up_process()
     use_shipped_config(sys.argv)
-    sys.exit(config.parse(recipe_main)())
+    parser = TuneRecipeArgumentParser(description=recipe_main.__doc__)
+    remedy = "give --config and key=value arguments, and close all brackets and quotes"
+    with refusing("arguments", shlex.join(sys.argv[1:]), remedy, problem="they cannot be read"):
+        namespace, overrides = parser.parse_known_args()
+        cfg = merged(OmegaConf.create(vars(namespace)), overrides)
+    sys.exit(recipe_main(cfg))
 
 
 def use_shipped_config(arguments: list[str]) -> None:

@@ -39,6 +39,7 @@ CROSS_ENTROPY = "loss=torch.nn.CrossEntropyLoss"
 
 # The key of the error, and the overrides after ``tune run adaptive_full_finetune``.
 REFUSED = {
+    "arguments": ["batch_size=[1", "seed=1=2", "~no_key", "--resume"],
     "batch_increase_function": [
         *(f"batch_increase_function={COMPONENTS}.{name}" for name in ("four_mor", "NOT_CALLABLE")),
         "batch_increase_function=nowhere.f",
