@@ -86,7 +86,8 @@ def settings_name(job: Job, data: Data, tokens: int = 0) -> str:
         described_with_files(keys),
         {name: installed_version(name) for name in _PACKAGES},
         f"{type(job.builder).__module__}.{type(job.builder).__qualname__}",
-        [tokens, data.packed, str(job.cfg.device)],
+        # A split step has the gradients of earlier micro-batches in memory.
+        [tokens, data.packed, str(job.cfg.device), job.settings.splits_steps],
         [distributed.data_parallel_size(), distributed.world_size()],
         [probe.search, probe.device_memory, probe.headroom],
     )

@@ -71,3 +71,14 @@ def test_a_stored_result_is_used_under_its_own_conditions_alone(
     found = [searched(small, *each) for each in given]
     assert [result.from_cache for result in found] == [False, True, False]
     assert all(result.throughput for result in found)
+
+
+def test_a_preview_uses_only_results_of_trials_with_the_gradients_of_its_steps(
+    small: SmallSetup,
+) -> None:
+    options = (f"output_dir={small.fresh_folder()}", "use_maximum_batch_size=True")
+    found = searched(small, *options)
+    for steps, expected in ((1, found.max_batch_size), (2, None)):
+        finder, _ = set_up(small, *options, f"gradient_accumulation_steps={steps}")
+        known = finder.known()
+        assert (known and known.max_batch_size) == expected
