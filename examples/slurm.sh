@@ -3,7 +3,8 @@
 #
 #   sbatch --nodes 4 --gpus-per-node 8 examples/slurm.sh CONFIG OUTPUT_DIR [key=value ...]
 #
-# OUTPUT_DIR must be on a shared file system. See docs/many_gpus.md#clusters.
+# OUTPUT_DIR must be on a shared file system. Do not append resume_from_checkpoint=PATH: each restart
+# would begin at PATH again. See docs/many_gpus.md#clusters.
 #
 #SBATCH --ntasks-per-node=1
 #SBATCH --requeue
