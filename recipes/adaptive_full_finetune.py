@@ -39,6 +39,8 @@ from adaptive_batch.torchtune import (
     build_profiler,
     build_rate,
     check_output_dir,
+    check_rate,
+    couple_seesaw,
     record_memory_history,
     run_recipe,
     run_training,
@@ -109,6 +111,9 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.sizer = self.data.new_sizer(self.log.limit_change)
         # The owner of the batch size: the configured one, or the checkpoint's.
         self.batches = self.resumed.batches(self.data, self.sizer, event=self.log.event)
+        check_rate(self.job)
+        # `batch_size_schedule=seesaw` follows the decay of the learning rate.
+        couple_seesaw(self.job, self.batches)
         # Batches grow, so the loader returns lists of rows; each micro-batch is collated later.
         self.loader: DataLoader[Any] = DataLoader(
             self.data.dataset, batch_sampler=self.batches, collate_fn=list

@@ -8,12 +8,8 @@ from .checkpoint import (
     newest_complete,
     remove_folder,
 )
+from .content import load_named_optimizer_state, named_optimizer_state, parameter_name
 from .files import SavedFile, saving
-from .optimizer_state import (
-    load_named_optimizer_state,
-    named_optimizer_state,
-    parameter_name,
-)
 
 __all__ = [
     "Checkpoint",

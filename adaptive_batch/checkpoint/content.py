@@ -1,5 +1,5 @@
 """Split a nested state into plain tensors for torch.distributed.checkpoint and a small state that
-describes them.
+describes them. An optimizer's state is stored by parameter name.
 
 A DTensor is stored with its global shape, so any number of ranks can read it. Wrapper tensors, such
 as torchao's low-bit optimizer states, are stored in a file of each rank: quantization blocks cannot
@@ -8,7 +8,7 @@ be split for another number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -17,14 +17,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.optim import Optimizer
 
 from adaptive_batch.distributed import local_part
 from adaptive_batch.errors import CheckpointError
 
 from .files import Ranks, load_safely, low_bit_file, read_tensors
-from .optimizer_state import check_parameters, distributed_from_local, map_leaves, parameter_name
 
 # Path to a value: keys of mappings and indices of lists.
 _Path = tuple[Any, ...]
@@ -81,7 +80,7 @@ def gather_content(tensors_tree: Any, small_state: Any, ranks: Ranks) -> Content
         state["tree"], tensors_by_name = _divided(tensors_tree)
         tensors.update(tensors_by_name)
         # Only rank 0 saves it.
-        state["small"] = map_leaves(_copied, small_state if ranks.rank == 0 else None)
+        state["small"] = _map_leaves(_copied, small_state if ranks.rank == 0 else None)
         return [name for name, tensor in tensors.items() if _is_wrapper(local_part(tensor))]
 
     # A rank's part of a low-bit DTensor may be a plain tensor, so the ranks merge their names.
@@ -146,13 +145,13 @@ def read_optimizer(
         CheckpointError: the state belongs to other parameters, or cannot be split over these ranks.
     """
     saved = _entry(state, "optimizer")
-    check_parameters(saved, optimizers, names)
+    _check_parameters(saved, optimizers, names)
     states_by_name = saved["state"]
     for parameter, given_name in names.items():
         name = parameter_name(given_name)
         if name in states_by_name:
             set_sharding = partial(_with_parameter, parameter)
-            states_by_name[name] = map_leaves(set_sharding, states_by_name[name], _Stored)
+            states_by_name[name] = _map_leaves(set_sharding, states_by_name[name], _Stored)
     read: dict[str, Any] = _read(folder, state, saved, ranks)
     return read
 
@@ -180,7 +179,7 @@ def _divided(tree: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         tensors.append(tensor)
         return _form(tensor)
 
-    tree_of_forms = map_leaves(replace_by_form, tree)
+    tree_of_forms = _map_leaves(replace_by_form, tree)
     stored = [leaf for _, leaf in _leaves(_stored(tree_of_forms), _Stored)]
     return tree_of_forms, {leaf.name: tensor for leaf, tensor in zip(stored, tensors, strict=True)}
 
@@ -197,7 +196,7 @@ def _stored(tree_of_forms: Any) -> Any:
         used_names.add(name)
         return _Stored(name, form)
 
-    return map_leaves(to_stored, tree_of_forms, torch.Tensor)
+    return _map_leaves(to_stored, tree_of_forms, torch.Tensor)
 
 
 def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> Any:
@@ -217,10 +216,30 @@ def _read(folder: Path, state: Mapping[str, Any], tree: Any, ranks: Ranks) -> An
         local: torch.Tensor = low_bit[stored.name]
         parameter = stored.parameter
         if isinstance(parameter, DTensor):
-            return distributed_from_local(local, parameter, parameter.placements, stored.form.shape)
+            return _distributed_from_local(
+                local, parameter, parameter.placements, stored.form.shape
+            )
         return local
 
-    return map_leaves(to_tensor, tree, _Stored)
+    return _map_leaves(to_tensor, tree, _Stored)
+
+
+def _distributed_from_local(
+    local: torch.Tensor,
+    parameter: DTensor,
+    placements: Sequence[Placement],
+    shape: torch.Size | None = None,
+) -> DTensor:
+    """Create a DTensor from this rank's part, on the mesh and the device of a parameter (the CPU
+    with CPU offload).
+    """
+    if shape is None:
+        shape = local.shape
+    stride = torch.empty(shape, device="meta").stride()
+    whole = DTensor.from_local(
+        local, parameter.device_mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+    return whole.to(parameter.device)  # type: ignore[return-value]
 
 
 def _read_low_bit(folder: Path, state: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
@@ -299,10 +318,34 @@ def _form(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
+def _map_leaves(
+    function: Callable[[tuple[Any, ...], Any], Any],
+    tree: Any,
+    kind: Any = object,
+    path: tuple[Any, ...] = (),
+) -> Any:
+    """Apply `function` to path and value of each leaf of type `kind` in a tree of mappings, lists
+    and tuples.
+    """
+    if isinstance(tree, Mapping):
+        return {
+            key: _map_leaves(function, child, kind, (*path, key)) for key, child in tree.items()
+        }
+    is_named_tuple = hasattr(tree, "_fields")
+    if type(tree) in (list, tuple) or is_named_tuple:
+        children = [
+            _map_leaves(function, child, kind, (*path, number)) for number, child in enumerate(tree)
+        ]
+        return type(tree)(*children) if is_named_tuple else type(tree)(children)
+    if isinstance(tree, kind):
+        return function(path, tree)
+    return tree
+
+
 def _leaves(tree: Any, kind: type) -> list[tuple[_Path, Any]]:
     """Return path and value of all leaves of type `kind`."""
     leaves: list[tuple[_Path, Any]] = []
-    map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
+    _map_leaves(lambda path, leaf: leaves.append((path, leaf)), tree, kind)
     return leaves
 
 
@@ -312,3 +355,162 @@ def _joined(path: _Path) -> str:
 
 def _kind(value: object) -> str:
     return type(value).__qualname__
+
+
+# --- optimizer state by parameter name (FQN), whatever the sharding and the wrappers
+#
+#     {"state": {name: {"exp_avg": tensor, "step": tensor, ...}}, "param_groups": [{"lr": ...,
+#     "params": [name, ...]}, ...]}
+#
+# ``torch.distributed.checkpoint.state_dict`` has the same format. Its functions are not used: they
+# call ``step()`` of the live optimizer if it has no state (a new AdamW on load, plain SGD on each
+# save), and raise for a parameter that was never stepped.
+
+# Module names that activation checkpointing and torch.compile insert.
+_WRAPPERS = {"_checkpoint_wrapped_module", "_orig_mod"}
+# Keys of a group that are saved in another form.
+_NOT_SAVED = ("params", "param_names")
+# Options that a group keeps on load. The last three choose how this machine computes a step.
+_KEPT_ON_LOAD = ("param_names", "fused", "foreach", "capturable")
+
+
+def parameter_name(name: str) -> str:
+    """Return the name of a parameter without wrapper modules."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def named_optimizer_state(
+    optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> dict[str, Any]:
+    """Return the state of optimizers by parameter name, with the optimizers' own tensors.
+
+    Args:
+        optimizers: one optimizer for all parameters, or one per parameter.
+        names: names of the parameters, as in ``model.named_parameters()``.
+
+    Raises:
+        CheckpointError: an optimizer does not store its state by parameter.
+    """
+    state: dict[str, Any] = {}
+    groups: list[dict[str, Any]] = []
+    for optimizer in optimizers:
+        saved = optimizer.state_dict()
+        if "param_groups" not in saved:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} does not store its state by parameter, so it cannot"
+                " be saved; use another optimizer"
+            )
+        # torch saves the numbers of parameters.
+        name_of = [parameter_name(names[parameter]) for parameter in _parameters([optimizer])]
+        state |= {name_of[number]: dict(entries) for number, entries in saved["state"].items()}
+        for group in saved["param_groups"]:
+            options = {key: value for key, value in group.items() if key not in _NOT_SAVED}
+            groups.append({**options, "params": [name_of[number] for number in group["params"]]})
+    return {"state": state, "param_groups": groups}
+
+
+def load_named_optimizer_state(
+    state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Load the state returned by :func:`named_optimizer_state`, without communication.
+
+    Args:
+        state: state with the sharding of the parameters. If a parameter is a DTensor, a plain
+            tensor of another shape is replicated; a scalar (``step``) stays unchanged.
+        optimizers: one optimizer for all parameters, or one per parameter; may differ from the
+            save.
+        names: as in :func:`named_optimizer_state`.
+
+    Raises:
+        CheckpointError: the state belongs to other parameters. The message names the parameter, and
+            nothing is loaded.
+    """
+    optimizers = list(optimizers)
+    _check_parameters(state, optimizers, names)
+    group_of: dict[str, Any] = {}
+    for group in state["param_groups"]:
+        group_of |= dict.fromkeys(group["params"], group)
+    # Build all states before the first is loaded, so that an error leaves all unchanged.
+    numbered = [_numbered(state["state"], group_of, optimizer, names) for optimizer in optimizers]
+    for optimizer, own_state in zip(optimizers, numbered, strict=True):
+        optimizer.load_state_dict(own_state)
+
+
+def _check_parameters(
+    state: Mapping[str, Any], optimizers: Iterable[Optimizer], names: Mapping[nn.Parameter, str]
+) -> None:
+    """Raise a CheckpointError if the state has a parameter that is not trained."""
+    trained = {parameter_name(names[parameter]) for parameter in _parameters(optimizers)}
+    for group in state["param_groups"]:
+        for name in group["params"]:
+            if name not in trained:
+                raise CheckpointError(
+                    f"the saved optimizer state has the parameter {name}, but this model does not"
+                    " train it; the state belongs to another model"
+                )
+
+
+def _numbered(
+    state: Mapping[str, Any],
+    group_of: Mapping[str, Mapping[str, Any]],
+    optimizer: Optimizer,
+    names: Mapping[nn.Parameter, str],
+) -> dict[str, Any]:
+    """Return the state by parameter number for ``optimizer.load_state_dict``.
+
+    Args:
+        state: saved state by parameter name.
+        group_of: saved group of each parameter name.
+        optimizer: optimizer that loads the state.
+        names: names of its parameters.
+    """
+    state_by_number: dict[int, dict[str, Any]] = {}
+    groups: list[dict[str, Any]] = []
+    number = 0
+    for group in optimizer.param_groups:
+        saved_group: Mapping[str, Any] | None = None
+        first_name = ""
+        numbers: list[int] = []
+        for parameter in group["params"]:
+            name = parameter_name(names[parameter])
+            if name not in group_of:
+                raise CheckpointError(
+                    f"the saved optimizer state has no parameter {name}; it belongs to another"
+                    " model"
+                )
+            if saved_group is None:
+                saved_group, first_name = group_of[name], name
+            if group_of[name] is not saved_group:
+                raise CheckpointError(
+                    f"the saved optimizer state has {first_name} and {name} in two groups, this"
+                    " optimizer has them in one; use the saved groups and the saved"
+                    " optimizer_in_bwd"
+                )
+            if name in state:
+                replicate = partial(_replicated, parameter=parameter)
+                state_by_number[number] = _map_leaves(replicate, state[name], torch.Tensor)
+            numbers.append(number)
+            number += 1
+        kept = {key: group[key] for key in _KEPT_ON_LOAD if key in group}
+        groups.append({**(saved_group or {}), **kept, "params": numbers})
+    return {"state": state_by_number, "param_groups": groups}
+
+
+def _replicated(_: object, value: torch.Tensor, *, parameter: nn.Parameter) -> torch.Tensor:
+    """Return a plain tensor replicated over the mesh of its parameter. A scalar, a DTensor and the
+    state of a plain parameter stay unchanged.
+    """
+    if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or not value.dim():
+        return value
+    assert value.shape != parameter.shape, "a whole tensor of a parameter that is divided"
+    return _distributed_from_local(value, parameter, [Replicate()] * parameter.device_mesh.ndim)
+
+
+def _parameters(optimizers: Iterable[Optimizer]) -> list[nn.Parameter]:
+    """Return the parameters in torch's numbering."""
+    return [
+        parameter
+        for optimizer in optimizers
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    ]

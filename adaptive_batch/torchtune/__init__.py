@@ -16,8 +16,7 @@ from .launch import (
 from .limit_finder import LimitFinder
 from .log import TrainingLog, build_profiler, record_memory_history
 from .model import AdapterModel, FullModel
-from .preview import TrainingPreview
-from .rate import build_rate
+from .plan import TrainingPreview, build_rate, check_rate, couple_seesaw
 from .resume import ResumedRun
 from .settings import Settings, reference_tables
 from .store import RunStore, Saver
@@ -46,6 +45,8 @@ __all__ = [
     "build_profiler",
     "build_rate",
     "check_output_dir",
+    "check_rate",
+    "couple_seesaw",
     "estimate_devices",
     "no_component_exits",
     "record_memory_history",

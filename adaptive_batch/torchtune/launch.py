@@ -48,7 +48,7 @@ def run_recipe(recipe_main: Callable[[DictConfig], object]) -> None:
     with refusing("arguments", shlex.join(sys.argv[1:]), remedy, problem="they cannot be read"):
         namespace, overrides = parser.parse_known_args()
         cfg = merged(OmegaConf.create(vars(namespace)), overrides)
-    sys.exit(recipe_main(cfg))
+    recipe_main(cfg)
 
 
 def use_shipped_config(arguments: list[str]) -> None:

@@ -27,7 +27,7 @@ from adaptive_batch.training import PLACE_OF_STEP, AdaptiveRate, LimitChange, St
 
 from .configuration import instantiate, refusing
 from .job import Job
-from .preview import TrainingPlan, TrainingPreview
+from .plan import TrainingPlan, TrainingPreview
 from .resume import ResumedRun
 
 log = logging.getLogger("adaptive_batch")

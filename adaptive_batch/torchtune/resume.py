@@ -34,7 +34,6 @@ from .checks import without_effect
 from .configuration import as_dict, component_of, load_function, values_of
 from .data import Data
 from .job import Job
-from .rate import check_rate, couple_seesaw
 from .settings import FILLS_STEPS, RESUME
 
 # Keys of a :class:`LostRun`: the rows of a trial of training and of the reference.
@@ -130,11 +129,7 @@ class ResumedRun:
     def batches(
         self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
     ) -> Batches:
-        """Create the batches of the run, positioned at its progress.
-
-        Raises:
-            SettingError: see :func:`.check_rate` and :func:`.couple_seesaw`.
-        """
+        """Create the batches of the run, positioned at its progress."""
         settings = self._settings
         # torchtune's sampler always has the seed 0.
         seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
@@ -146,8 +141,6 @@ class ResumedRun:
             event=event,
         )
         batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
-        check_rate(self._job)
-        couple_seesaw(self._job, batches)
         return batches
 
     def _resume(self, saved: Mapping[str, Any]) -> None:

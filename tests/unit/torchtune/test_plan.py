@@ -5,7 +5,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from adaptive_batch.schedules import Progress
-from adaptive_batch.torchtune.rate import reset_to_base_rates
+from adaptive_batch.torchtune.plan import reset_to_base_rates
 from adaptive_batch.training import AdaptiveRate
 
 
