@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
@@ -25,14 +23,8 @@ IGNORE_INDEX = -100
 
 RowLength = Callable[[Any], int] | int | None
 
-# Only one row is read at a time: datasets may share a file. The lock is also held at a fork and at
-# exit, so that no thread is in the middle of a row then.
-_reading = threading.RLock()
-atexit.register(_reading.acquire, timeout=10.0)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=_reading.acquire, after_in_parent=_reading.release, after_in_child=_reading.release
-    )
+# Datasets of training and validation may share a file, so only one row is read at a time.
+_reading = threading.Lock()
 
 
 class DatasetAdapter(Dataset[Any]):
@@ -135,12 +127,12 @@ class DatasetAdapter(Dataset[Any]):
 
 
 class ReadAhead:
-    """A map-style dataset whose next rows a thread reads ahead.
+    """A map-style dataset whose next rows a thread reads while the device is busy.
 
-    Expected rows are only a hint: every other row is read on demand. A row that fails in the thread
-    is read again on demand, where it raises its error. The thread stops after a failure, and if one
-    of the first rows draws random numbers of Python, numpy or torch, whose order training depends
-    on.
+    Expected rows are only a hint: a row that the thread has not read is read on demand. The first
+    read on demand stops the thread after its current row. No row is read ahead after a row failed
+    in the thread, nor if one of the first rows draws random numbers of Python, numpy or torch,
+    whose order training depends on.
 
     Args:
         dataset: dataset whose rows do not depend on the thread or the order of reads.
@@ -148,10 +140,11 @@ class ReadAhead:
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
-        self._is_running = False
+        # Rows that the thread has read, by number.
         self._rows: dict[int, Any] = {}
-        # Numbers of the rows to read, in order.
-        self._expected: dict[int, None] = {}
+        # Numbers of the rows that the thread reads, in order.
+        self._expected: list[int] = []
+        self._thread: threading.Thread | None = None
         # Number of further reads to watch for random draws before a row is read ahead. None after
         # a draw or a failure: no row is read ahead.
         self._reads_to_watch: int | None = 32
@@ -160,14 +153,10 @@ class ReadAhead:
         return len(self._dataset)
 
     def __getitem__(self, number: int) -> Any:
-        if number not in self._rows and number not in self._expected:
-            # Stop reading ahead, or the thread could take the lock for each expected row before
-            # this read.
-            self._expected = {}
+        self._stop()
+        if number in self._rows:
+            return self._rows.pop(number)
         with _reading:
-            if number in self._rows:
-                return self._rows.pop(number)
-            self._expected.pop(number, None)
             # All reads are watched (0), or rows are not read ahead anyway (None).
             if not self._reads_to_watch:
                 return self._dataset[number]
@@ -179,38 +168,35 @@ class ReadAhead:
             return row
 
     def expect(self, numbers: Iterable[int]) -> None:
-        """Set the rows that :meth:`start` reads ahead, in order; drop all others."""
-        numbers = list(numbers)
-        with _reading:
-            self._rows = {number: self._rows[number] for number in numbers if number in self._rows}
-            self._expected = {}
-            if self._reads_to_watch == 0:
-                missing = [number for number in numbers if number not in self._rows]
-                self._expected = dict.fromkeys(missing)
+        """Set the rows that :meth:`start` reads ahead, in order, and drop all others."""
+        self._stop()
+        self._rows.clear()
+        self._expected = list(numbers)
 
     def start(self) -> None:
-        """Start the thread that reads the expected rows, without waiting for a lock."""
-        if self._expected and not self._is_running:
-            self._is_running = True
-            threading.Thread(
-                target=self._read, name="adaptive_batch_read_ahead", daemon=True
-            ).start()
+        """Start the thread that reads the expected rows, unless it has been started."""
+        if self._expected and self._thread is None and self._reads_to_watch == 0:
+            self._thread = threading.Thread(target=self._read, name="adaptive_batch_read_ahead")
+            self._thread.start()
+
+    def _stop(self) -> None:
+        """Wait until the thread has read its current row, and expect no further ones."""
+        # This ends the thread's loop over the list.
+        self._expected.clear()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
 
     def _read(self) -> None:
-        """Read the expected rows until none is left. The lock is free between two rows."""
-        while self._is_running:
-            with _reading:
-                try:
-                    # Another thread may have emptied it, as __getitem__ does without the lock.
-                    number = next(iter(self._expected), None)
-                    if number is not None:
-                        self._rows[number] = self._dataset[number]
-                        self._expected.pop(number, None)
-                except BaseException:
-                    # The row raises its error again where it is read on demand.
-                    self._reads_to_watch = None
-                    self._expected = {}
-                self._is_running = bool(self._expected)
+        """Read the expected rows in the thread."""
+        for number in self._expected:
+            try:
+                with _reading:
+                    self._rows[number] = self._dataset[number]
+            except BaseException:
+                # The row raises its error again where it is read on demand.
+                self._reads_to_watch = None
+                return
 
 
 def check_loss(loss: Any) -> torch.Tensor:

@@ -1,8 +1,6 @@
 """Prefetching rows in a thread changes neither rows nor errors nor random numbers."""
 
-import os
 import random
-import signal
 import threading
 import time
 
@@ -119,6 +117,17 @@ def test_the_rows_of_the_next_step_are_read_once():
     assert len(dataset.by_main) == read
 
 
+def test_a_read_on_demand_stops_the_thread_after_its_row():
+    dataset = Squares(seconds=0.02)
+    epoch = started(dataset)
+    epoch.take(50)  # the thread begins to read rows 82 to 131
+    wait_until(lambda: dataset.is_read)
+    assert epoch.dataset[7] == 49
+    assert not threads()
+    assert not dataset.overlapped
+    assert 1 < len(dataset.by_thread) < 50
+
+
 @pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1), np.random.random])
 def test_a_dataset_that_draws_random_numbers_is_not_prefetched(draw):
     dataset = Squares(draw=draw)
@@ -157,24 +166,3 @@ def test_an_error_is_raised_when_its_row_is_used():
     epoch.begin(position=48)
     with pytest.raises(ValueError, match="row 50"):
         epoch.take(16)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_fork_during_a_read_can_read():
-    dataset = Squares(seconds=0.02)
-    epoch = started(dataset)
-    epoch.take(8)
-    wait_until(lambda: dataset.is_read)
-    child = os.fork()
-    if not child:
-        signal.alarm(60)  # the child must not wait for a thread of the parent
-        try:
-            os._exit(len(epoch.take(WATCHED)) - WATCHED or dataset.overlapped)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert len(epoch.take(WATCHED)) == WATCHED
-    assert not dataset.overlapped
-    wait_until(lambda: not threads())
