@@ -2,14 +2,13 @@
 each operation.
 
 The bytes alive after an operation are linear in the rows, so traces of two sizes that ran the same
-program determine every line, and the peak at any size. Only the upper envelope of the lines is
-kept.
+program determine every line, and the peak at any size.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -29,11 +28,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Line:
-    """Bytes alive after one operation of a trace: ``fixed_bytes + bytes_per_row * rows``."""
+    """Bytes alive after an operation: ``fixed_bytes + bytes_per_row * rows``."""
 
     fixed_bytes: Fraction
     bytes_per_row: Fraction
-    operation: int
 
     def at(self, rows: int) -> int:
         """Return the bytes alive with `rows` rows."""
@@ -42,7 +40,7 @@ class Line:
 
 @dataclass(frozen=True)
 class MemoryCurve:
-    """The peak of forward and backward by rows: the upper envelope of lines, sorted by slope."""
+    """The peak of forward and backward by rows: the maximum of lines."""
 
     lines: tuple[Line, ...]
 
@@ -53,30 +51,26 @@ class MemoryCurve:
         many_rows, many_trace = more
         assert few_trace.program == many_trace.program, "the traces have different operations"
         assert few_rows < many_rows, (few_rows, many_rows)
-        # The highest operation of each rise; of equal ones, the first.
+        # Most bytes of the larger trace by rise: of parallel lines, only the highest matters.
         highest: dict[int, int] = {}
-        for operation, (few_bytes, many_bytes) in enumerate(
-            zip(few_trace.live_bytes, many_trace.live_bytes, strict=True)
-        ):
+        for few_bytes, many_bytes in zip(few_trace.live_bytes, many_trace.live_bytes, strict=True):
             rise = max(0, many_bytes - few_bytes)
-            if rise not in highest or many_bytes > many_trace.live_bytes[highest[rise]]:
-                highest[rise] = operation
+            highest[rise] = max(many_bytes, highest.get(rise, 0))
         lines = []
-        for rise, operation in sorted(highest.items()):
+        for rise, many_bytes in highest.items():
             slope = Fraction(rise, many_rows - few_rows)
-            fixed_bytes = many_trace.live_bytes[operation] - slope * many_rows
-            lines.append(Line(fixed_bytes, slope, operation))
-        return cls(tuple(_upper_envelope(lines)))
+            lines.append(Line(many_bytes - slope * many_rows, slope))
+        return cls(tuple(lines))
 
     def peak_bytes(self, rows: int) -> int:
         """Return the peak with `rows` rows."""
         return max(line.at(rows) for line in self.lines)
 
     def highest(self, rows: int) -> Line:
-        """Return the first line that reaches the peak with `rows` rows."""
+        """Return the line of the peak with `rows` rows; where lines cross, the steeper one."""
         return max(
             self.lines,
-            key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, -line.operation),
+            key=lambda line: (line.fixed_bytes + line.bytes_per_row * rows, line.bytes_per_row),
         )
 
     def max_rows(self, budget_bytes: int) -> int | None:
@@ -90,26 +84,3 @@ class MemoryCurve:
         if not limits:
             return None
         return max(0, min(limits))
-
-
-def _upper_envelope(lines: Iterable[Line]) -> list[Line]:
-    """Return the lines that are highest at some number of rows; `lines` are sorted by slope."""
-    envelope: list[Line] = []
-    for line in lines:
-        # A line leaves if the steeper new one crosses it before it becomes the highest.
-        while envelope and _crossing(envelope[-1], line) <= _first_rows(envelope):
-            envelope.pop()
-        envelope.append(line)
-    return envelope
-
-
-def _first_rows(envelope: Sequence[Line]) -> Fraction | int:
-    """Return the rows from which the last line of an envelope is the highest."""
-    return _crossing(envelope[-2], envelope[-1]) if len(envelope) > 1 else 1
-
-
-def _crossing(flatter: Line, steeper: Line) -> Fraction:
-    """Return the number of rows at which two lines cross."""
-    return (flatter.fixed_bytes - steeper.fixed_bytes) / (
-        steeper.bytes_per_row - flatter.bytes_per_row
-    )

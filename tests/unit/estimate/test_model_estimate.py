@@ -301,7 +301,7 @@ def step_log(rows, each, *, steps=3):
 def test_the_result_is_the_largest_that_fits(mib, each):
     fixed, per_row = 67 * MIB, each * MIB
     resident = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
-    curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row), 0),))
+    curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row)),))
     length = LengthEstimate(512, resident, curve, fixed + per_row, None)
     logs = partial(step_log, each=per_row)
     made = ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096)

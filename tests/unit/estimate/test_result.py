@@ -23,8 +23,8 @@ from adaptive_batch.estimate.devices import find_device
 from adaptive_batch.memory import GIB, Line, MemoryCurve
 
 RESIDENT = Resident(parameters=2 * GIB, buffers=GIB // 4, optimizer=4 * GIB, gradients=0)
-FLAT = Line(Fraction(9 * GIB), Fraction(GIB, 8), 0)
-STEEP = Line(Fraction(7 * GIB), Fraction(GIB), 1)
+FLAT = Line(Fraction(9 * GIB), Fraction(GIB, 8))
+STEEP = Line(Fraction(7 * GIB), Fraction(GIB))
 LENGTH = LengthEstimate(
     sequence_length=512,
     resident=RESIDENT,
@@ -50,7 +50,7 @@ def bounds(estimate):
 def test_the_rows_follow_from_the_curve_and_the_maximum():
     assert bounds(plan()) == [68, 4]
     assert bounds(plan(maximum=16)) == [16, 4]
-    flat = replace(LENGTH, traced_curve=MemoryCurve((Line(Fraction(GIB), Fraction(0), 0),)))
+    flat = replace(LENGTH, traced_curve=MemoryCurve((Line(Fraction(GIB), Fraction(0)),)))
     assert flat.max_rows(75 * GIB) is None
     assert bounds(plan(BIG, lengths=(flat,))) == [4096]
 
