@@ -75,14 +75,14 @@ def measure_rows(
     num_numbers: int = 1,
     cache_file: Path | None = None,
     reads_cache: bool = True,
-    num_workers: int | None = None,
     show_progress: bool = True,
 ) -> torch.Tensor:
     """Measure each row of a dataset, or read earlier measurements.
 
     A cached result is used if its checksum, name and number of rows are right, and a few rows,
     including the longest, still have the cached integers. The random state of Python, numpy and
-    torch (CPU) is restored.
+    torch (CPU) is restored. Worker processes measure if the first rows show that it helps. If they
+    fail, the reason is logged and the rest is measured in this process.
 
     Args:
         dataset: map-style; need not be picklable.
@@ -91,9 +91,6 @@ def measure_rows(
         cache_file: file whose name has a fingerprint of data, tokenizer and settings; None for no
             cache. A file that cannot be written is logged.
         reads_cache: False ignores the file and replaces it.
-        num_workers: number of processes; 0 measures in this process; None uses all CPUs if the
-            first rows show that it helps. If the processes fail, the reason is logged and the rest
-            is measured in this process.
         show_progress: whether to show a progress bar on stderr, which needs tqdm.
 
     Returns:
@@ -120,7 +117,7 @@ def measure_rows(
             logger.warning(
                 "%s: row %d has changed; measuring all rows again", cache_file, changed[0]
             )
-        measured: Iterable[Numbers] = _measure_all(rows, num_rows, num_workers)
+        measured: Iterable[Numbers] = _measure_all(rows, num_rows)
         if show_progress:
             measured = _with_progress(measured, num_rows)
         numbers = torch.tensor([*measured], dtype=torch.int64)
@@ -201,22 +198,20 @@ class _Rows(Dataset[Numbers]):
         return self._measure(row, self._dataset[row])
 
 
-def _measure_all(rows: _Rows, num_rows: int, num_workers: int | None) -> Iterator[Numbers]:
+def _measure_all(rows: _Rows, num_rows: int) -> Iterator[Numbers]:
     """Yield the numbers of each row in order: those of the first rows from this process, then from
     worker processes if they help, and if they fail, from this process again.
     """
     start = time.monotonic()
     row = 0
-    timed_seconds = TIMED_SECONDS if num_workers is None else 0.0
     # Read at least one row here even if workers read the rest: they inherit what the dataset opens
     # lazily.
-    while row < num_rows and (row == 0 or time.monotonic() - start < timed_seconds):
+    while row < num_rows and (row == 0 or time.monotonic() - start < TIMED_SECONDS):
         yield rows[row]
         row += 1
     seconds_per_row = (time.monotonic() - start) / row
     rows_left = num_rows - row
-    if num_workers is None:
-        num_workers = _worthwhile_workers(seconds_per_row * rows_left)
+    num_workers = _worthwhile_workers(seconds_per_row * rows_left)
     if num_workers > 0 and rows_left:
         # At least four chunks for each worker, so that all end at nearly the same time.
         chunk_rows = min(

@@ -54,10 +54,20 @@ def num_tokens(number, row):
     return (len(row["tokens"]),)
 
 
-def measure(dataset, cache_dir=None, *, fingerprint="f", **settings):
+def measure(dataset, cache_dir=None, *, fingerprint="f"):
     cache_file = cache_dir and cache_dir / f"lengths-{fingerprint}.bin"
-    settings = {"show_progress": False, "num_workers": 0, **settings}
-    return measure_rows(dataset, num_tokens, cache_file=cache_file, **settings)[:, 0]
+    return measure_rows(dataset, num_tokens, cache_file=cache_file, show_progress=False)[:, 0]
+
+
+@pytest.fixture
+def start_workers(monkeypatch):
+    """Return a function that sets how many processes measure all rows except the first."""
+
+    def start(num_workers):
+        monkeypatch.setattr(lengths_module, "TIMED_SECONDS", 0.0)
+        monkeypatch.setattr(lengths_module, "_worthwhile_workers", lambda seconds: num_workers)
+
+    return start
 
 
 def warnings_of(caplog):
@@ -65,16 +75,17 @@ def warnings_of(caplog):
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_of_measuring_a_row_is_raised_unchanged(num_workers):
+def test_an_error_of_measuring_a_row_is_raised_unchanged(num_workers, start_workers):
+    start_workers(num_workers)
     with pytest.raises(SettingError, match="dataset='Rows': row 13 has no tokens"):
-        measure(Broken(some_lengths(20), 13, dict), num_workers=num_workers)
+        measure(Broken(some_lengths(20), 13, dict))
     error = ValueError("row 30 holds no text")
 
     def fail():
         raise error
 
     with pytest.raises(ValueError, match="row 30 holds no text") as caught:
-        measure(Broken(some_lengths(57), 30, fail), num_workers=num_workers)
+        measure(Broken(some_lengths(57), 30, fail))
     assert caught.value is error
 
 
@@ -86,7 +97,7 @@ def test_a_dataset_without_numbered_rows_is_refused(tmp_path):
         DatasetAdapter(DataLoader([{"tokens": [1]}]), None)
 
 
-def test_measuring_does_not_change_the_random_state(tmp_path):
+def test_measuring_does_not_change_the_random_state(tmp_path, start_workers):
     class Drawing(Rows):
         def __getitem__(self, row):
             random.random(), np.random.rand(), torch.rand(1)
@@ -98,16 +109,20 @@ def test_measuring_does_not_change_the_random_state(tmp_path):
     before = states()
     dataset = Drawing(some_lengths(20))
     for num_workers in (0, 2, 0):  # the last reads the cache
-        measure(dataset, tmp_path / str(num_workers), num_workers=num_workers)
+        start_workers(num_workers)
+        measure(dataset, tmp_path / str(num_workers))
         assert states() == before
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
 @pytest.mark.parametrize("num_rows", [1, 2, 3, 57])
-def test_workers_measure_the_same_lengths_as_one_process(num_workers, num_rows, caplog):
+def test_workers_measure_the_same_lengths_as_one_process(
+    num_workers, num_rows, start_workers, caplog
+):
+    start_workers(num_workers)
     dataset = Rows(some_lengths(num_rows))
     dataset.cannot_be_pickled = threading.Lock()
-    assert measure(dataset, num_workers=num_workers).tolist() == dataset.lengths
+    assert measure(dataset).tolist() == dataset.lengths
     assert [row for row, _ in dataset.reads] == [0]  # workers read the others
     assert warnings_of(caplog) == []
 
@@ -120,7 +135,10 @@ def test_workers_start_only_if_the_rest_takes_long():
 
 @pytest.mark.parametrize("at", [1, 30, 56])
 @pytest.mark.parametrize("dies", [True, False])
-def test_if_a_worker_dies_or_fails_this_process_counts_the_rest_with_a_warning(dies, at, caplog):
+def test_if_a_worker_dies_or_fails_this_process_counts_the_rest_with_a_warning(
+    dies, at, start_workers, caplog
+):
+    start_workers(2)
     here = os.getpid()
 
     def only_here():
@@ -132,7 +150,7 @@ def test_if_a_worker_dies_or_fails_this_process_counts_the_rest_with_a_warning(d
 
     dataset = Broken(some_lengths(57), at, only_here)
     expected = [*dataset.lengths[:at], 7, *dataset.lengths[at + 1 :]]
-    assert measure(dataset, num_workers=2).tolist() == expected
+    assert measure(dataset).tolist() == expected
     (warning,) = warnings_of(caplog)
     says = "exited unexpectedly" if dies else "failed (RuntimeError: no such handle)"
     assert says in warning
