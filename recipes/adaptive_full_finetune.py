@@ -210,8 +210,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # current step is finished and saved.
         with self.saver.preemption:
             for epoch in range(first_epoch, epochs):
-                # Drop the rows that a thread has read ahead in the order of the last epoch.
-                self.data.dataset.expect([])
                 if epoch == first_epoch:
                     # _setup_rate() has planned it. Start where the checkpoint ended, with its
                     # random state.
@@ -243,7 +241,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         # oldest one, since the loader may have planned later steps already.
         step = self.batches.oldest
         # Name the next step's rows to a thread, which reads them while the device is busy.
-        self.data.dataset.expect(step.following)
+        self.data.dataset.expect(self.batches.rows_after(step))
         # At the steps that the profiler configures, start and stop torch's memory recording.
         record_memory_history(self.profiler_cfg, self.job.device, step.progress)
 

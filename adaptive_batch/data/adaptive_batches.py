@@ -199,7 +199,6 @@ class AdaptiveBatches(Batches):
 
     def __len__(self) -> int:
         """Return the number of remaining steps of this epoch, as the rules answer now."""
-        # The pace of `progress` may draw the order of a sampler.
         return self.num_steps(self._progress.epoch + 1)
 
     def num_steps(self, epochs: int) -> int:

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from adaptive_batch import distributed
 from adaptive_batch._util import count
-from adaptive_batch.errors import CheckpointError, SettingError
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     ClampedBatch,
     EpochPlan,
@@ -64,14 +64,11 @@ class PlannedRows(StepAhead):
         batch_size: rows of a batch on one device; a step may accumulate several of them.
         numbers: row numbers of all ranks.
         own: row numbers of this rank.
-        following: row numbers that this rank takes next if the next step is as large and ranks take
-            rows in turn.
     """
 
     batch_size: int
     numbers: list[int]
     own: list[int]
-    following: list[int]
 
 
 class Batches(Sampler[list[int]]):
@@ -133,8 +130,9 @@ class Batches(Sampler[list[int]]):
         self._grown_in = -1
         # The batch of a schedule that was printed last; 0 before the first.
         self._printed_batch = 0
-        if batching.depends_on_lengths:
-            # A row that cannot be measured is refused now.
+        if counts_tokens or batching.depends_on_lengths:
+            # A row that cannot be measured is refused now. Measuring is a collective, and one rank
+            # alone may read the progress.
             _ = rows.lengths
         # Row lengths of the current epoch and of the epoch of a constant batch, read on demand.
         self._lengths: RowLengths | None = None
@@ -170,16 +168,11 @@ class Batches(Sampler[list[int]]):
             progress: that place.
             steps: ``steps`` of the state that was saved there; None without a state.
             keeps_batch: whether to keep the saved batch size, and not the configured one.
-
-        Raises:
-            CheckpointError: the lengths that the epoch was planned by are not in the state.
         """
+        planned_at = progress
         if steps is not None:
-            if not steps.keys() >= {"lengths", "reference_lengths"}:
-                raise CheckpointError(
-                    "the checkpoint does not hold the row lengths of its epoch, as an earlier"
-                    " version saved it; resume with that version, or begin a new run"
-                )
+            # Between two epochs, the saved lengths are those of the epoch that is over.
+            planned_at = replace(progress, epoch=steps["epoch"])
             self.ranks = steps["ranks"]
             self.saved_maximum = steps["maximum"] or 0
             self._reference_lengths = None
@@ -197,10 +190,6 @@ class Batches(Sampler[list[int]]):
         self._ahead.clear()
         self._is_begun = False
         self._reference = None
-        planned_at = progress
-        if steps is not None:
-            # Between two epochs, the lengths are those of the epoch that is over.
-            planned_at = replace(progress, epoch=steps["epoch"])
         self._set_epoch(self._plan_epoch(planned_at))
 
     def state_dict(self) -> dict[str, Any]:
@@ -416,18 +405,22 @@ class Batches(Sampler[list[int]]):
                 # The rate's schedule was chosen for the configured batch.
                 batch_size = self.batching.batch_size
             batching = replace(self.batching, batch_size=batch_size, batch_size_schedule=None)
-            # A script's sampler may not be able to draw the first epoch again.
-            begin = Progress() if self._order_of is None else self._epoch.begin
             constant = replace(
                 self._epoch,
                 batching=batching,
-                planned_at=begin,
+                planned_at=Progress(),
                 measure=self._lengths_of_reference,
+                # Reading the clock must not draw from a script's sampler.
+                order_of=None if self._order_of is None else self._dataset_order,
             )
             self._reference = constant.divide(
                 lambda progress: batching.step_rows, counts_tokens=self._plans_tokens
             )
         return self._reference
+
+    def _dataset_order(self, epoch: int) -> torch.Tensor:
+        """Return as many row numbers as an epoch has, in the order of the dataset."""
+        return torch.arange(self.num_rows) % len(self._rows)
 
     @property
     def pace(self) -> Pace:
@@ -493,17 +486,14 @@ class Batches(Sampler[list[int]]):
             counts_tokens: whether progress counts the tokens of the steps.
         """
         dry_run = copy.copy(self)
-        dry_run._leave_no_trace(counts_tokens=counts_tokens)
-        return dry_run
-
-    def _leave_no_trace(self, *, counts_tokens: bool) -> None:
         function = copy_rule(self.batching.batch_increase_function)
-        self.batching = replace(self.batching, batch_increase_function=function)
-        self._counts_tokens = counts_tokens
-        self._event = lambda kind, message, **facts: None
-        self._from_rank_zero = lambda ask: ask()
+        dry_run.batching = replace(self.batching, batch_increase_function=function)
+        dry_run._counts_tokens = counts_tokens
+        dry_run._event = lambda kind, message, **facts: None
+        dry_run._from_rank_zero = lambda ask: ask()
         if isinstance(self._order_of, SamplerOrder):
-            self._order_of = self._order_of.last_drawn
+            dry_run._order_of = self._order_of.last_drawn
+        return dry_run
 
     def remaining(self, epochs: int, *, paces: bool = False) -> Iterator[StepAhead]:
         """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done.
@@ -547,9 +537,7 @@ class Batches(Sampler[list[int]]):
 
     def num_micro_batches(self, step: StepAhead) -> int:
         """Return how many micro-batches this rank's rows of a step have, in the current epoch."""
-        begin = step.progress.epoch_rows
-        numbers = self._epoch.order[begin : begin + step.rows].tolist()
-        own = [numbers[position] for position in self._positions_of_rank(numbers)]
+        own = self._own_rows(self._rows_from(step.progress.epoch_rows, step.rows))
         lengths = self._epoch.lengths.all[own].tolist()
         return max(1, len(micro_batches(lengths, self.limit, self.sizer.layout)))
 
@@ -577,19 +565,10 @@ class Batches(Sampler[list[int]]):
             step = self._epoch.next_step(progress, self._request, counts_tokens=self._counts_tokens)
             if step is None:
                 return
-            begin = step.progress.epoch_rows
-            two_steps = self._epoch.order[begin : begin + 2 * step.rows].tolist()
-            numbers = two_steps[: step.rows]
-            next_numbers = two_steps[step.rows :]
-            positions = self._positions_of_rank(numbers)
-            own = [numbers[position] for position in positions]
-            # A guess, for reading ahead. It is right if the next step is as large and ranks take
-            # rows in turn; a wrong row is read in vain.
-            following = [
-                next_numbers[position] for position in positions if position < len(next_numbers)
-            ]
+            numbers = self._rows_from(step.progress.epoch_rows, step.rows)
+            own = self._own_rows(numbers)
             planned = PlannedRows(
-                step.progress, step.rows, step.tokens, self.batch_size, numbers, own, following
+                step.progress, step.rows, step.tokens, self.batch_size, numbers, own
             )
             self._ahead.append(planned)
             yield planned
@@ -599,22 +578,33 @@ class Batches(Sampler[list[int]]):
         for step in self.steps():
             yield step.own
 
-    def _positions_of_rank(self, numbers: Sequence[int]) -> Sequence[int]:
-        """Return this rank's rows of a step, as positions among the `numbers` of all ranks.
+    def rows_after(self, step: PlannedRows) -> list[int]:
+        """Return this rank's row numbers of the next step if it has as many rows as `step`."""
+        return self._own_rows(self._rows_from(step.after.epoch_rows, step.rows))
+
+    def _rows_from(self, begin: int, rows: int) -> list[int]:
+        """Return the row numbers of the current epoch from a position on."""
+        numbers: list[int] = self._epoch.order[begin : begin + rows].tolist()
+        return numbers
+
+    def _own_rows(self, numbers: list[int]) -> list[int]:
+        """Return this rank's rows of a step with the `numbers` of all ranks.
 
         If micro-batches are padded rows in order, ranks take rows in turn, as with torch's sampler.
         Otherwise ranks get about the same number of tokens.
         """
         ranks = distributed.data_parallel_size()
         if ranks == 1:
-            return range(len(numbers))
-        rank = distributed.data_parallel_rank()
+            return list(numbers)
         layout = self.sizer.layout
         limit = self.limit
+        positions: Sequence[Sequence[int]]
         if layout.pads and layout.keeps_order(limit):
-            return balance_by_rows(len(numbers), ranks)[rank]
-        lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
-        return balance_by_tokens(lengths, ranks, limit, layout)[rank]
+            positions = balance_by_rows(len(numbers), ranks)
+        else:
+            lengths = self._epoch.lengths.all[torch.as_tensor(numbers, dtype=torch.int64)]
+            positions = balance_by_tokens(lengths, ranks, limit, layout)
+        return [numbers[position] for position in positions[distributed.data_parallel_rank()]]
 
     def count_tokens(self, tokens: int) -> None:
         """Set the real tokens, over all ranks, of the step that was handed out last."""

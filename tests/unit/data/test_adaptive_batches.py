@@ -220,13 +220,14 @@ def test_a_resumed_run_takes_the_remaining_batches(sampler, done, num_workers, t
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
-def test_counting_steps_does_not_change_the_order_of_a_sampler(sampler):
+def test_progress_and_counting_steps_do_not_change_the_order_of_a_sampler(sampler):
     orders = []
     for looks in (False, True):
         torch.manual_seed(0)
         rule = linear_ramp(3, 9, over=f"{2 * NUM_ROWS}tok")
         batches = AdaptiveBatches(Rows(), 3, batch_size_schedule=rule, sampler=SAMPLERS[sampler](1))
         if looks:
+            assert batches.progress.steps == 0
             len(batches)
         # A sampler that was drawn already would ignore this seed.
         torch.manual_seed(1)
@@ -253,7 +254,11 @@ def test_batches_use_the_order_of_a_sampler_that_may_omit_rows():
 
 
 def batches_of_rank(done: int) -> list[list[int]]:
-    batches = growing()
+    batches = growing(row_length=num_tokens)
+    # One rank alone may read the progress, between collectives of all ranks.
+    if distributed.is_rank_zero():
+        assert batches.progress.steps == 0
+    assert distributed.any_of_ranks(True)
     before = train(batches, until=done)
     state = batches.state_dict()
     assert state == distributed.all_gather(state)[0]

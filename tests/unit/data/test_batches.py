@@ -10,7 +10,6 @@ from torch.utils.data import DistributedSampler
 from adaptive_batch import distributed
 from adaptive_batch.data import Batches, Batching, DatasetAdapter
 from adaptive_batch.data.adaptive_batches import NoSizer
-from adaptive_batch.errors import CheckpointError
 from adaptive_batch.schedules import EpochPlan, Progress, at_epochs, linear_ramp
 
 sizes = st.lists(st.integers(1, 40), min_size=1, max_size=30)
@@ -72,7 +71,7 @@ def test_batches_of_all_sizes_keep_the_order_of_the_sampler(rows, counts, epoch,
     for step in batches.steps():
         size = counts[batches.progress.steps % len(counts)]
         assert step.numbers == in_order[position : position + size]
-        assert step.following == in_order[position + size : position + 2 * size]
+        assert batches.rows_after(step) == in_order[position + size : position + 2 * size]
         assert batches.progress.epoch_rows == position
         position += len(step.numbers)
         batches.done(tokens=0)
@@ -180,9 +179,3 @@ def test_a_resumed_epoch_is_planned_with_the_saved_lengths(batching):
     resumed.begin_epoch()
     assert (resumed.order.tolist(), resumed.plan.sizes) != (order, begun.sizes)
     assert resumed.constant_epoch == constant
-
-
-def test_a_state_without_the_lengths_of_its_epoch_is_refused():
-    batches = batches_of([5, 6], batch_size=1, batch_tokens=20)
-    with pytest.raises(CheckpointError, match="does not hold the row lengths of its epoch"):
-        batches.resume(Progress(), {"ranks": 1, "epoch": 0, "planned_by": []})
