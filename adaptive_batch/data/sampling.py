@@ -229,9 +229,10 @@ class SamplerOrder:
 
     def __init__(self, sampler: Any, num_rows: int) -> None:
         self._sampler = sampler
+        self._length = len(sampler)
         self._epoch = -1
         # Before the first draw, any rows stand in for those that are drawn.
-        self._numbers = torch.arange(len(sampler)) % num_rows
+        self._numbers = torch.arange(self._length) % num_rows
         # Random state at the start of the epoch's draws, to repeat them.
         self._random_state: dict[str, torch.Tensor] = {}
 
@@ -242,21 +243,33 @@ class SamplerOrder:
         return generator if isinstance(generator, torch.Generator) else None
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return self._length
 
     def __call__(self, epoch: int) -> torch.Tensor:
-        """Return the order of an epoch, and draw it unless it was drawn last."""
+        """Return the order of an epoch, and draw it unless it was drawn last.
+
+        Raises:
+            SettingError: the sampler yields batches, or more or fewer rows than its first length.
+        """
         if epoch != self._epoch:
-            self._epoch = epoch
             self._random_state = {"torch": torch.get_rng_state()}
             if self._generator is not None:
                 self._random_state["generator"] = self._generator.get_state()
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
-            numbers = list(islice(self._sampler, len(self)))
+            # One row too many shows that there are more.
+            numbers = list(islice(self._sampler, self._length + 1))
+            name = type(self._sampler).__name__
             if any(isinstance(number, list | tuple) for number in numbers):
-                raise SettingError("sampler", type(self._sampler).__name__, YIELDS_BATCHES)
+                raise SettingError("sampler", name, YIELDS_BATCHES)
+            if len(numbers) != self._length:
+                remedy = (
+                    f"its length was {self._length} when training began; yield {self._length} rows"
+                    " in each epoch"
+                )
+                raise SettingError("sampler", name, remedy)
             self._numbers = torch.tensor(numbers, dtype=torch.int64)
+            self._epoch = epoch
         return self._numbers
 
     def last_drawn(self, epoch: int) -> torch.Tensor:

@@ -253,6 +253,16 @@ def test_batches_use_the_order_of_a_sampler_that_may_omit_rows():
     assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
 
 
+@pytest.mark.parametrize("num_rows", [NUM_ROWS - 1, NUM_ROWS + 1])
+def test_a_sampler_that_yields_other_numbers_of_rows_than_its_first_length_is_refused(num_rows):
+    order = list(range(NUM_ROWS))
+    batches = AdaptiveBatches(Rows(), 3, sampler=SequentialSampler(order))
+    assert len(train(batches, epochs=1)) == 22
+    order[:] = range(num_rows)
+    with pytest.raises(SettingError, match=rf"^sampler='SequentialSampler': .* {NUM_ROWS} rows"):
+        next(iter(batches))
+
+
 def batches_of_rank(done: int) -> list[list[int]]:
     batches = growing(row_length=num_tokens)
     # One rank alone may read the progress, between collectives of all ranks.
