@@ -1,13 +1,14 @@
 """Checks and calls of the user's rules, and the ready-made increments."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.optim.lr_scheduler import LRScheduler, StepLR
+from torch.optim.lr_scheduler import StepLR
 
 from adaptive_batch.errors import GrowthFunctionError, SettingError
 from adaptive_batch.schedules import (
@@ -141,13 +142,6 @@ INCREMENT = "batch_increase_function"
 SGD = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
 
 
-class Wrapper:
-    """A scheduler in the wrapper of accelerate or Lightning."""
-
-    def __init__(self, scheduler: LRScheduler):
-        self.scheduler = scheduler
-
-
 def refused(key, function, *calls):
     """One case for each call, written as its arguments: a tuple, or a dict of keywords."""
     for number, call in enumerate(calls):
@@ -229,7 +223,11 @@ REFUSED = [
         *((f"{amount}tok",) for amount in ("", "0", "-1", "nan", "inf", "1e999", "many", "8k")),
     ),
     *refused(
-        "lr_scheduler", schedule_factor, (None,), (StepLR(SGD, 2),), (Wrapper(StepLR(SGD, 2)),)
+        "lr_scheduler",
+        schedule_factor,
+        (None,),
+        (StepLR(SGD, 2),),
+        (SimpleNamespace(scheduler=StepLR(SGD, 2)),),
     ),
     # Durations.
     *refused(

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,18 +27,9 @@ def cosine(step):
     return 0.5 * (1 + math.cos(math.pi * step / 10))
 
 
-class Wrapped:
-    """A scheduler in the wrapper of accelerate or Lightning."""
-
-    def __init__(self, scheduler):
-        self.scheduler = scheduler
-
-
 def test_scaling_follows_the_batch():
-    assert scale_learning_rate(1e-3, 10, 2, "linear") == pytest.approx(
-        5e-3
-    )  # the worked example of DeepSpeed's pull request 7104
-    assert scale_learning_rate(1e-3, 4, 2, "linear") == pytest.approx(2e-3)
+    # The worked example of DeepSpeed's pull request 7104.
+    assert scale_learning_rate(1e-3, 10, 2, "linear") == pytest.approx(5e-3)
     assert scale_learning_rate(1e-3, 8, 2, "sqrt") == pytest.approx(2e-3)
     assert scale_learning_rate(1e-3, 8, 2, "none") == 1e-3
 
@@ -58,7 +50,9 @@ def test_a_schedule_is_the_factor_of_the_first_base_rate():
     one = SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     factor = schedule_factor(LambdaLR(one, cosine))
     assert [factor(clock) for clock in (2.5, 3.0)] == [cosine(2.5), cosine(3)]
-    assert schedule_factor(Wrapped(LambdaLR(one, cosine)))(4) == cosine(4)
+    # A scheduler in the wrapper of accelerate or Lightning.
+    wrapped = SimpleNamespace(scheduler=LambdaLR(one, cosine))
+    assert schedule_factor(wrapped)(4) == cosine(4)
 
 
 def rows_of_step(plan, step):
