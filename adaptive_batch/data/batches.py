@@ -486,14 +486,17 @@ class Batches(Sampler[list[int]]):
             counts_tokens: whether progress counts the tokens of the steps.
         """
         dry_run = copy.copy(self)
-        function = copy_rule(self.batching.batch_increase_function)
-        dry_run.batching = replace(self.batching, batch_increase_function=function)
-        dry_run._counts_tokens = counts_tokens
-        dry_run._event = lambda kind, message, **facts: None
-        dry_run._from_rank_zero = lambda ask: ask()
-        if isinstance(self._order_of, SamplerOrder):
-            dry_run._order_of = self._order_of.last_drawn
+        dry_run._leave_no_trace(counts_tokens=counts_tokens)
         return dry_run
+
+    def _leave_no_trace(self, *, counts_tokens: bool) -> None:
+        function = copy_rule(self.batching.batch_increase_function)
+        self.batching = replace(self.batching, batch_increase_function=function)
+        self._counts_tokens = counts_tokens
+        self._event = lambda kind, message, **facts: None
+        self._from_rank_zero = lambda ask: ask()
+        if isinstance(self._order_of, SamplerOrder):
+            self._order_of = self._order_of.last_drawn
 
     def remaining(self, epochs: int, *, paces: bool = False) -> Iterator[StepAhead]:
         """Walk through the remaining steps of a :meth:`dry_run` until `epochs` epochs are done.
