@@ -461,3 +461,9 @@ def test_lightnings_error_names_a_logged_value_of_another_type(tmp_path):
 
     with pytest.raises(ValueError, match=r"self\.log\(name, text\)` was called, but `str` values"):
         evaluated(LogsText(), tmp_path, "validate")
+
+
+def test_a_given_split_also_splits_evaluations(tmp_path):
+    trainer = trainer_in(tmp_path, [AdaptiveCallback(AdaptiveArguments(split=lambda batch: None))])
+    with pytest.raises(DoesNotFitError, match="split='NoneType'"):
+        trainer.validate(Evaluates(limit=3), DataLoader(rows(), batch_size=8))
