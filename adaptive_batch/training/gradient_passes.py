@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import chain
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from adaptive_batch import distributed
 from adaptive_batch._util import around_autocast, count, one_thread, replaced, replaced_for_thread
@@ -204,8 +205,7 @@ class Comparison:
         finite, return that.
         """
         whole, *parts = self.products.diagonal().sqrt().tolist()
-        norm: float = max([whole, *filter(math.isfinite, parts)])
-        return norm
+        return float(max([whole, *filter(math.isfinite, parts)]))
 
     @property
     def is_measured(self) -> bool:
@@ -328,7 +328,7 @@ class GradientPasses:
             Pass(sample.batch.uncut(), sample.rows, share * has_labels, sample.dummy)
             for share in (1.0, _SECOND_RUN_SHARE)
         ]
-        measured = self._gradients(passes, by_row=by_row)
+        measured = self._gradients(passes, by_row=by_row, accumulates=False)
         if measured is None:
             return 0.0
         gradients, _ = measured
@@ -339,7 +339,7 @@ class GradientPasses:
         return math.sqrt(max(0.0, 1 - float(cosine.nan_to_num()) ** 2))
 
     def _gradients(
-        self, passes: Sequence[Pass], *, by_row: bool, accumulates: bool = True
+        self, passes: Sequence[Pass], *, by_row: bool, accumulates: bool
     ) -> tuple[torch.Tensor, bool] | None:
         """Return the projected gradient of each pass, float64 `[passes, numbers]`, and whether the
         passes have other draws, see :class:`Comparison`; None if a rank ran out of memory.
@@ -371,8 +371,6 @@ class GradientPasses:
         gradients: list[dict[int, torch.Tensor]] = []
         sizes_of_draws: list[list[int | None]] = []
         generators: set[str] = set()
-        # Of three passes, the first is the whole, and the second part follows the first part.
-        has_two_parts = len(passes) == 3
 
         def run_pass(number: int) -> None:
             current = passes[number]
@@ -385,15 +383,15 @@ class GradientPasses:
             if not current.share and not step.sharding.needs_dummy(is_last=False):
                 gradients.append(gradients[-1] if adds else {})
                 return
-            another_part_follows = accumulates and has_two_parts and number == 1
-            with _row_seeds(current.rows, enabled=by_row) as sizes:
+            draws = RowDraws(current.rows or [0])
+            with draws if by_row else nullcontext():
                 part = current.part()._replace(
                     is_first=not adds,
-                    is_last=not another_part_follows,
+                    is_last=not (accumulates and number == 1),
                     statistics=statistics[number],
                 )
                 step.forward_backward(part)
-            sizes_of_draws.append(sizes)
+            sizes_of_draws.append(draws.sizes)
             generators.update(random_state.changed())
             # A parameter that the function froze is not written.
             self.written.update(
@@ -423,7 +421,7 @@ class GradientPasses:
         vectors = _as_vectors(gradients)
         if accumulates:
             # The gradients of the second part contain those of the first.
-            vectors[2:] -= vectors[1:-1].clone()
+            vectors[2] -= vectors[1]
         return vectors, has_other_draws
 
     def _projected_gradients(self) -> dict[int, torch.Tensor]:
@@ -486,19 +484,80 @@ class GradientPasses:
         return SettingError(self._step.terms.function, self._step.name, problem)
 
 
-@contextmanager
-def _row_seeds(rows: Sequence[int], *, enabled: bool) -> Iterator[list[int | None]]:
-    """Context manager: seed random numbers per row if `enabled`. Yield the entries that each
-    operator drew per row, filled inside; empty if not `enabled`.
-    """
-    if not enabled:
-        yield []
-        return
-    # Imported here, since it derives from a private class of torch.
-    from .row_draws import RowDraws
+class RowDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Draw the random numbers of each row with the row's own seed.
 
-    with RowDraws(rows or [0]) as draws:
-        yield draws.sizes
+    Each operator takes one number of the global generator as the base of its seeds. Activation
+    checkpointing restores that generator, so a recomputed forward pass draws the same numbers.
+
+    Args:
+        rows: numbers of the rows of the part that runs.
+
+    Attributes:
+        sizes: entries of the first dimension that each operator drew per row; 0 for a scalar, None
+            for a tensor without a dimension of rows.
+    """
+
+    # Otherwise flex_attention refuses to run.
+    supports_higher_order_operators = True
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rows = rows
+        self.sizes: list[int | None] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        # A higher-order operator, such as flex_attention, has no tags.
+        draws = torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        # Operators of attention have this tag for their dropout, which is off here.
+        if not draws or "attention" in func.name():
+            return func(*args, **kwargs)
+        if "generator" in kwargs:
+            # Draw from the global generator, so that the script's own generator does not change.
+            kwargs["generator"] = None
+        seed = int(torch.empty((), dtype=torch.int64).random_())
+        # _draw() seeds the global generator for each row.
+        state = torch.get_rng_state()
+        try:
+            return self._draw(func, args, kwargs, seed)
+        finally:
+            torch.set_rng_state(state)
+
+    def _draw(self, func: Any, args: Any, kwargs: Any, seed: int) -> Any:
+        """Run an operator once for each row, with its slice of the first dimension; run it once if
+        that dimension cannot be divided by rows.
+        """
+        num_rows = len(self._rows)
+        # The shape to draw: that of a tensor argument, or the size that torch.rand() is given.
+        shapes = [
+            tuple(getattr(arg, "shape", arg))
+            for arg in args
+            if isinstance(arg, torch.Tensor | list | tuple)
+        ]
+        shape = next((each for each in shapes if each), ())
+        if not shape or shape[0] == 0 or shape[0] % num_rows != 0:
+            self.sizes.append(None if shape else 0)
+            torch.manual_seed(seed)
+            return func(*args, **kwargs)
+        size = shape[0] // num_rows
+        self.sizes.append(size)
+
+        def of_row(number: int, arg: Any) -> Any:
+            if isinstance(arg, torch.Tensor) and arg.shape[:1] == shape[:1]:
+                return arg[number * size : (number + 1) * size]
+            if isinstance(arg, list | tuple) and tuple(arg) == shape:
+                return [size, *shape[1:]]
+            return arg
+
+        drawn = []
+        for number, row in enumerate(self._rows):
+            # The seed depends on the row's number in the batch, not on the part that has it.
+            torch.manual_seed((seed + 7919 * row) % 2**63)
+            drawn.append(func(*[of_row(number, arg) for arg in args], **kwargs))
+        is_in_place = str(func.overloadpacket).endswith("_")
+        # An operator in place has drawn into views of its first argument.
+        return args[0] if is_in_place else torch.cat(drawn)
 
 
 def _belong_to_rows(sizes_of_draws: Sequence[Sequence[int | None]]) -> bool:
@@ -517,16 +576,13 @@ def _belong_to_rows(sizes_of_draws: Sequence[Sequence[int | None]]) -> bool:
     return all(size in (0, 1) for size in first)
 
 
-def _as_vectors(gradients: Sequence[Mapping[int, torch.Tensor]]) -> torch.Tensor:
+def _as_vectors(gradients: Sequence[dict[int, torch.Tensor]]) -> torch.Tensor:
     """Return one vector for each pass, with zeros for a gradient that only other passes have."""
     zeros = {key: torch.zeros_like(value) for each in gradients for key, value in each.items()}
     # torch.cat() needs a tensor even if there is no gradient.
     start = torch.zeros(1, dtype=torch.float64)
-    vectors = []
-    for each in gradients:
-        entries = [each.get(key, zero) for key, zero in zeros.items()]
-        vectors.append(torch.cat([start, *entries]))
-    return torch.stack(vectors)
+    filled = [zeros | each for each in gradients]
+    return torch.stack([torch.cat([start, *each.values()]) for each in filled])
 
 
 def _products(gradients: torch.Tensor) -> torch.Tensor:
