@@ -85,9 +85,9 @@ class SplitCheck:
         self._knows_first_label = False
         self._num_splits = 0
         self._num_label_checks = 0
-        # True once a batch whose parts have fewer columns, and a packed one, were checked.
-        self._has_seen_cut = False
-        self._has_seen_packed = False
+        # Whether parts have fewer columns than the batch, and whether the batch is packed: of each
+        # form, the first batch is checked.
+        self._checked_forms: set[tuple[int, ...]] = set()
         self._num_parts = 0
         # True if the rows of the last check had no finite gradient.
         self._lacks_gradient = False
@@ -113,15 +113,9 @@ class SplitCheck:
         is_due = self._num_splits in _CHECKED or self._num_splits % _CHECKED_EVERY == 0
         # Repeat a check that measured nothing at the next split.
         is_due |= self._lacks_gradient and self._num_splits < max(_CHECKED)
-        # Check the first batch that is cut, and the first packed one.
-        if not (self._has_seen_cut and self._has_seen_packed):
-            cuts, packs = map(
-                bool, distributed.all_reduce_max([int(rows.cuts), int(rows.is_packed)])
-            )
-            is_due |= cuts and not self._has_seen_cut
-            is_due |= packs and not self._has_seen_packed
-            self._has_seen_cut |= cuts
-            self._has_seen_packed |= packs
+        form = tuple(distributed.all_reduce_max([int(rows.cuts), int(rows.is_packed)]))
+        is_due |= form not in self._checked_forms
+        self._checked_forms.add(form)
         if is_due or self._knows_first_label:
             return is_due
         # Check a batch whose shares depend on first labels, which shows whether they count.
@@ -197,7 +191,7 @@ class SplitCheck:
             yield from candidates.by_first_labels()
         yield from candidates.by_values(
             counts_first=self.counts_first_label,
-            is_precise=max(distributed.all_gather(self._rounding())) <= _TOLERANCE_FLOAT32,
+            is_precise=self._tolerance(rows_per_part=2) <= _TOLERANCE_FLOAT32,
         )
 
     def _check_sample(self, sample: Sample, *, can_keep_columns: bool) -> None:
@@ -247,14 +241,13 @@ class SplitCheck:
         other = self._passes.compare(sample, other_shares, by_row=by_row)
         if other is None or not other.is_measured:
             return result
-        if not result.is_measured:
-            if other.difference > tolerance:
-                return result
-        else:
+        is_better = other.difference <= tolerance
+        if result.is_measured:
             both_fit = max(result.difference, other.difference) <= tolerance
             self.shares_cancel = both_fit and _shares_cancel(result, other)
-            if self.shares_cancel or other.difference >= result.difference / 2:
-                return result
+            is_better = not self.shares_cancel and other.difference < result.difference / 2
+        if not is_better:
+            return result
         self.counts_first_label = not self.counts_first_label
         return other
 
@@ -264,68 +257,71 @@ class SplitCheck:
         """Log what explains a difference: random numbers, noise, padding or an auxiliary loss.
 
         Raises:
-            SettingError: none of these explains it.
+            SettingError: none of these explains it, or padding does and parts cannot keep it.
         """
-        given = sample
         by_row = result.has_other_draws
         if by_row:
             # Random numbers explain the difference if it vanishes with the row's own seeds.
             result = self._measure(sample, tolerance, by_row=True) or result
         noise = self._passes.noise(sample, has_labels=any(result.shares), by_row=by_row)
+        if noise > _MAX_NOISE:
+            self._warn_incomparable(f"two runs of the same rows differ by {noise:.2%}")
+            return
         tolerance = max(tolerance, 2 * noise)
-        difference_if_cut = 0.0
-        if result.difference > tolerance and distributed.any_of_ranks(sample.batch.cuts):
+        if result.difference <= tolerance:
+            self._learn_first_label(sample, tolerance)
+            return
+        given = sample
+        if distributed.any_of_ranks(sample.batch.cuts):
             # Padding explains the difference if it vanishes when parts keep all columns.
             difference_if_cut = result.difference
             sample = replace(sample, batch=sample.batch.uncut())
             result = self._measure(sample, tolerance, by_row=by_row) or result
-        if noise > _MAX_NOISE:
-            self._warn_incomparable(f"two runs of the same rows differ by {noise:.2%}")
-            return
-        is_equal = result.difference <= tolerance
-        if is_equal and (can_keep_columns or not difference_if_cut):
-            if difference_if_cut:
+            if result.difference <= tolerance:
+                if not can_keep_columns:
+                    remedy = (
+                        "the model sees padding, of which a part has less; mask it, or pad all rows"
+                        " to one length"
+                    )
+                    raise self._refusal(sample, difference_if_cut, noise, remedy)
                 self.keeps_columns = True
                 self.warn(
                     "columns",
                     f"the gradient depends on padding (it differs by {difference_if_cut:.2%}"
                     " without), so parts of a batch keep all columns",
                 )
-            self._learn_first_label(sample, tolerance)
-            return
-        if is_equal:
-            remedy = (
-                "the model sees padding, of which a part has less; mask it, or pad all rows to one"
-                " length"
-            )
-        else:
-            if result.has_other_draws:
-                self._warn_incomparable("the loss draws random numbers that belong to no row")
-                return
-            # An auxiliary loss explains the difference if it vanishes without it.
-            with without_auxiliary_loss(self._step.model) as coefficient:
-                other = self._measure(given, tolerance, by_row=by_row) if coefficient else None
-            if other is not None and other.difference <= tolerance:
-                self.warn(
-                    "auxiliary loss",
-                    f"gradients of a batch and of its parts differ by {result.difference:.2%},"
-                    " since each part has an auxiliary loss of its own, with coefficient"
-                    f" {coefficient:g}",
-                )
                 self._learn_first_label(sample, tolerance)
                 return
-            remedy = self._remedy(sample, result, tolerance, by_row=by_row)
-        measured = (
-            f"gradients of {count(len(sample.rows), sample.batch.noun)} and of their two parts"
-            f" differ by {result.difference:.2%} (noise {noise:.2%}"
-        )
-        if difference_if_cut:
-            measured += f", {difference_if_cut:.2%} if the parts leave padding out"
-        problem = f"{measured}), so a split would train something else; {remedy}"
-        raise SettingError(self._step.terms.function, self._step.name, problem)
+        if result.has_other_draws:
+            self._warn_incomparable("the loss draws random numbers that belong to no row")
+            return
+        # An auxiliary loss explains the difference if it vanishes without it.
+        with without_auxiliary_loss(self._step.model) as coefficient:
+            other = self._measure(given, tolerance, by_row=by_row) if coefficient else None
+        if other is not None and other.difference <= tolerance:
+            self.warn(
+                "auxiliary loss",
+                f"gradients of a batch and of its parts differ by {result.difference:.2%}, since"
+                f" each part has an auxiliary loss of its own, with coefficient {coefficient:g}",
+            )
+            self._learn_first_label(sample, tolerance)
+            return
+        remedy = self._remedy(sample, result, tolerance, by_row=by_row)
+        raise self._refusal(sample, result.difference, noise, remedy)
 
     def _warn_incomparable(self, reason: str) -> None:
         self.warn("noise", f"a batch and its parts cannot be compared, since {reason}")
+
+    def _refusal(
+        self, sample: Sample, difference: float, noise: float, remedy: str
+    ) -> SettingError:
+        """Build the error of a loss that a split would change."""
+        rows = count(len(sample.rows), sample.batch.noun)
+        problem = (
+            f"gradients of {rows} and of their two parts differ by {difference:.2%} (noise"
+            f" {noise:.2%}), so a split would train something else; {remedy}"
+        )
+        return SettingError(self._step.terms.function, self._step.name, problem)
 
     def _remedy(self, sample: Sample, result: Comparison, tolerance: float, *, by_row: bool) -> str:
         """Return the fix for a loss that does not decompose, as its gradients show.
@@ -348,7 +344,7 @@ class SplitCheck:
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if residual > tolerance or fitted == given:
             # No shares make the parts add up to the whole.
-            return self._remedy_of_whole(sample.batch, result)
+            return self._remedy_of_whole(sample.batch)
         if all(abs(share - 1) < _SAME_SHARE for share in shares):
             return f"the loss is a sum over rows, not a mean: {terms.sum}"
         remedy = terms.share
@@ -360,27 +356,20 @@ class SplitCheck:
             )
         return f"the parts have the shares {given}, but {fitted} would fit;{terms.totals} {remedy}"
 
-    def _remedy_of_whole(self, batch: BatchSource, result: Comparison) -> str:
+    def _remedy_of_whole(self, batch: BatchSource) -> str:
         """Return the fix for a loss that no shares divide."""
         terms = self._step.terms
-        remedy = (
-            f"a loss that compares {batch.noun}s, such as a contrastive one, or attention across"
-            ' documents must stay whole: set on_out_of_memory="raise", without micro_batch_size'
-            " and micro_batch_tokens;"
-        )
-        if 0 in result.shares and any(result.shares):
-            remedy += (
-                f" if {batch.noun}s without labels add to the loss, give {terms.num_labels}, a"
-                " function that counts them;"
-            )
         treatment = f" ({batch.treatment})" if batch.treatment else ""
         return (
-            f"{remedy}{terms.totals} if {batch.noun}s{treatment} are not those of the batch,"
-            f" {terms.split}"
+            f"a loss that compares {batch.noun}s, such as a contrastive one, or attention across"
+            ' documents must stay whole: set on_out_of_memory="raise", without micro_batch_size'
+            f" and micro_batch_tokens; if {batch.noun}s without labels add to the loss, give"
+            f" {terms.num_labels}, a function that counts them;{terms.totals} if"
+            f" {batch.noun}s{treatment} are not those of the batch, {terms.split}"
         )
 
-    def _rounding(self) -> float:
-        """Return the difference on this rank that rounding may cause if parts have several rows."""
+    def _tolerance(self, rows_per_part: int) -> float:
+        """Return the largest difference on any rank that rounding may cause. A collective."""
         types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
@@ -389,11 +378,6 @@ class SplitCheck:
         tolerance = max(_TOLERANCES.get(dtype, of_float32) for dtype in types)
         if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
-        return tolerance
-
-    def _tolerance(self, rows_per_part: int) -> float:
-        """Return the largest difference on any rank that rounding may cause. A collective."""
-        tolerance = self._rounding()
         if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
             tolerance = _TOLERANCE_ONE_ROW
         return max(distributed.all_gather(tolerance))
