@@ -728,7 +728,6 @@ class ThroughputSearch:
                     return False
                 if not distributed.any_of_ranks(compilations.number > number_before):
                     break
-        log.info("compiled %s micro-batches for %.0f s", layout.kind, compilations.seconds)
         return True
 
     def _time(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -72,30 +71,22 @@ class Compilations(AbstractContextManager["Compilations"]):
 
     Attributes:
         number: compilations so far, including those of the backward at its first run.
-        seconds: total duration.
         variants: numbers of the compiled variants of each function, by torch's number of the
             function.
     """
 
     def __init__(self) -> None:
         self.number = 0
-        self.seconds = 0.0
         self.variants: defaultdict[str, set[str]] = defaultdict(set)
-        self._start = 0.0
 
     def __enter__(self) -> Compilations:
-        private.compilation_callbacks.register_start_callback(self._begin)
         private.compilation_callbacks.register_end_callback(self._end)
         return self
 
     def __exit__(self, *_: object) -> None:
         # torch.compiler.reset() removes callbacks.
         with suppress(ValueError):
-            private.compilation_callbacks.remove_start_callback(self._begin)
             private.compilation_callbacks.remove_end_callback(self._end)
-
-    def _begin(self, _: object) -> None:
-        self._start = time.perf_counter()
 
     def _end(self, compilation: Any) -> None:
         self.number += 1
@@ -103,7 +94,6 @@ class Compilations(AbstractContextManager["Compilations"]):
         function, _, variant_attempt = compilation.compile_id.partition("/")
         variant, _, _ = variant_attempt.partition("_")
         self.variants[function].add(variant)
-        self.seconds += time.perf_counter() - self._start
         # The error of a kernel that needs too much shared memory is in a cycle with the frames of
         # its callers, and keeps their logits alive. Torch collects only younger generations.
         gc.collect()
