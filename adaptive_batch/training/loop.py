@@ -12,7 +12,6 @@ for epoch in range(loop.progress.epoch, epochs):
 
 from __future__ import annotations
 
-import operator
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +22,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_built_alike, check_state, check_whole, count, instance_of
@@ -37,7 +35,14 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
-from adaptive_batch.schedules import Progress, ReferenceBatch, Schedule, Seesaw, rate_rule
+from adaptive_batch.schedules import (
+    Progress,
+    ReferenceBatch,
+    Schedule,
+    Seesaw,
+    rate_rule,
+    unwrap,
+)
 
 from .bound_search import ProbeOptions
 from .model_checks import check_gradients_are_clear, check_parameters
@@ -162,12 +167,7 @@ class AdaptiveLoop:
         )
         if isinstance(batch_size_schedule, Seesaw):
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
-        if options.event is not None:
-            self._batches.tell(options.event)
-        # Without a generator of its own, DataLoader would draw a global random number each epoch.
-        self._loader: DataLoader[Any] = DataLoader(
-            rows, batch_sampler=self._batches, collate_fn=list, generator=torch.Generator()
-        )
+        self._batches.tell(options.report)
         # Rows of each step that was yielded and has not been run, the oldest first.
         self._waiting: deque[list[Any]] = deque()
         self._has_reported_start = False
@@ -194,13 +194,11 @@ class AdaptiveLoop:
             "lr_clock": options.lr_clock,
             "scale_with_batch": dict(options.scale_with_batch or {}),
         }
-        # True from run() to optimizer.step().
+        # True from run() to optimizer.step(), which is not seen if an optimizer has no hooks, such
+        # as torchao's CPUOffloadOptimizer.
         self._awaits_optimizer = False
-        self._has_step_hook = False
-        # Some optimizers of torchao and accelerate's wrapper have no hooks.
         with suppress(AttributeError):
-            optimizer.register_step_post_hook(self._note_optimizer_step)
-            self._has_step_hook = True
+            unwrap(optimizer, "optimizer").register_step_post_hook(self._note_optimizer_step)
 
     # --- what fits
 
@@ -320,7 +318,8 @@ class AdaptiveLoop:
         """
         self._find_batch_size()
         self._waiting.clear()
-        for rows in self._loader:
+        for numbers in self._batches:
+            rows = [self._step.dataset[number] for number in numbers]
             if self._batches.batching.batch_size_schedule is not None:
                 own_tokens = sum(map(self._step.dataset.length, rows))
                 self._batches.count_tokens(sum(distributed.all_gather(own_tokens)))
@@ -364,18 +363,20 @@ class AdaptiveLoop:
         if not self._has_reported_start:
             self._report_start()
         planned = self._batches.oldest
-        report = RankReport(
-            batch_size=self._batches.rows_on_largest_rank(planned.progress.batch),
-            num_rows=len(planned.numbers),
-            requested=planned.progress.batch,
-        )
         began = time.perf_counter()
-        result = self._step.run(rows, report)
+        result = self._step.run(
+            rows,
+            RankReport(
+                batch_size=self._batches.rows_on_largest_rank(planned.progress.batch),
+                num_rows=len(planned.numbers),
+                requested=planned.progress.batch,
+            ),
+        )
         batch = result.tokens if self._rate.counts_tokens else result.rows
         rates = self._rate.apply(self.progress, batch=batch)
         self.learning_rate = rates["lr"]
         self._nonfinite.drop_if_nonfinite(result, planned.progress, lr=rates["lr"])
-        self._awaits_optimizer = self._has_step_hook
+        self._awaits_optimizer = True
         self._waiting.popleft()
         progress = self._batches.done(tokens=result.tokens)
         record = result.record(
@@ -396,9 +397,9 @@ class AdaptiveLoop:
         """Raise if the rows are not those of the next step."""
         expected = self._waiting[0] if self._waiting else []
         # A script may run copies of the expected rows, but not the rows of a later step.
-        is_later_step = not _are_same(rows, expected) and any(
-            _are_same(rows, later) for later in self._waiting
-        )
+        ids = [id(row) for row in rows]
+        ids_of_steps = [[id(row) for row in step] for step in self._waiting]
+        is_later_step = ids in ids_of_steps and ids != ids_of_steps[0]
         if not self._waiting or len(rows) != len(expected) or is_later_step:
             raise ValueError(
                 f"these {len(rows)} rows are not those of the next step, which has {len(expected)};"
@@ -410,10 +411,9 @@ class AdaptiveLoop:
         self._has_reported_start = True
         progress = self.progress
         num_rows = len(self._step.dataset)
-        begins = "resuming" if progress.steps else "starting"
         self._batches.report(
             "start",
-            f"{begins} with epoch {progress.epoch}, step {progress.steps};"
+            f"training from epoch {progress.epoch}, step {progress.steps}, on"
             f" {count(num_rows, 'row')}",
             resumed=bool(progress.steps),
             rows=num_rows,
@@ -433,7 +433,7 @@ class AdaptiveLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the progress and all state of the loop as plain values, the same on all ranks.
-        Call it after ``optimizer.step()``.
+        Call it after ``optimizer.step()``; if the optimizer has no hooks, after ``zero_grad()``.
 
         Your script saves the weights, the optimizer state and the RNG state.
 
@@ -474,7 +474,3 @@ class AdaptiveLoop:
             # The reference depends on the number of ranks at the start of training.
             self._rate.reference = ReferenceBatch(**state["rate"]["reference"])
         self._rate.load_state_dict(state["rate"])
-
-
-def _are_same(rows: Sequence[Any], others: Sequence[Any]) -> bool:
-    return len(rows) == len(others) and all(map(operator.is_, rows, others))
