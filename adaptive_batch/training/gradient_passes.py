@@ -564,16 +564,14 @@ def _belong_to_rows(sizes_of_draws: Sequence[Sequence[int | None]]) -> bool:
     """Return whether all random numbers of passes belong to rows.
 
     Args:
-        sizes_of_draws: entries per row that each operator of a pass drew, see :class:`RowDraws`.
+        sizes_of_draws: entries per row that each operator of a pass drew, see :class:`RowDraws`;
+            empty on a rank that ran no pass.
     """
-    if not sizes_of_draws:
-        return False
-    first, *others = sizes_of_draws
     # Passes that ran different operators drew different numbers for the same row.
-    if any(sizes != first for sizes in others):
+    if any(sizes != sizes_of_draws[0] for sizes in sizes_of_draws):
         return False
     # Several entries per row may be ordered by view, and not by row.
-    return all(size in (0, 1) for size in first)
+    return all(size in (0, 1) for sizes in sizes_of_draws for size in sizes)
 
 
 def _as_vectors(gradients: Sequence[dict[int, torch.Tensor]]) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 from support.processes import run, run_on_ranks
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
@@ -394,3 +394,23 @@ def test_a_loop_trains_the_same_on_one_and_two_ranks_and_resumes_on_either():
     _, longer, _ = looped(8, 3)
     for _, of_ranks, _ in run_on_ranks(looped, 2, 8, 3, state):
         assert torch.allclose(torch.tensor(of_ranks), torch.tensor(longer), atol=1e-12)
+
+
+def split_wrong_loss() -> None:
+    """Split a batch whose loss draws numbers and has class weights; rank 1 has no labels."""
+    net = DDP(nn.Linear(6, 3))
+    weight = torch.tensor([1.0, 5.0, 20.0])
+
+    def forward_backward(part: Part) -> None:
+        noise = torch.randn_like(part.batch["x"])
+        losses = cross_entropy(net(part.batch["x"] + noise), part.batch["labels"], weight=weight)
+        (losses * part.share).backward()
+
+    labels = torch.arange(8) % 3 if distributed.rank() == 0 else torch.full((8,), -100)
+    step = AdaptiveStep(net, forward_backward, micro_batch_size=2)
+    with pytest.raises(SettingError, match="so a split would train something else"):
+        step({"x": torch.randn(8, 6), "labels": labels})
+
+
+def test_a_wrong_loss_that_draws_numbers_is_refused_if_a_rank_has_no_labels():
+    run_on_ranks(split_wrong_loss, 2)
