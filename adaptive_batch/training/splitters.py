@@ -105,23 +105,20 @@ class RowSplitter:
         Raises:
             SettingError: the number of rows is unknown.
         """
-        rows = self.split_sample(batch, self._is_divided)
+        # After batches of several packed rows, the last batch may have one: it stays a row.
+        has_rows_of_tokens = self._is_divided.get("input_ids") or self._is_divided.get("tokens")
+        documents = None if has_rows_of_tokens else documents_of(batch)
+        if documents is not None:
+            return documents
+        rows = RowsOfBatch(batch, trims=self._trims, is_divided=self._is_divided)
         # In a batch of one row, a first dimension of 1 does not show that a tensor has rows.
-        if isinstance(rows, RowsOfBatch) and rows.num_rows > 1:
+        if rows.num_rows > 1:
             self._is_divided = rows.is_divided
         return rows
 
-    def split_sample(
-        self, batch: Any, is_divided: Mapping[str, bool | None] | None = None
-    ) -> RowsOfBatch | DocumentsOfBatch:
+    def split_sample(self, batch: Any) -> RowsOfBatch | DocumentsOfBatch:
         """Return a sample of a search as rows, which does not decide on keys of later batches."""
-        is_divided = is_divided or {}
-        # After batches of several packed rows, the last batch may have one: it stays a row.
-        has_rows_of_tokens = is_divided.get("input_ids") or is_divided.get("tokens")
-        documents = None if has_rows_of_tokens else documents_of(batch)
-        if documents is None:
-            return RowsOfBatch(batch, trims=self._trims, is_divided=is_divided)
-        return documents
+        return documents_of(batch) or RowsOfBatch(batch, trims=self._trims)
 
 
 class DocumentsOfBatch(BatchSource):
@@ -149,6 +146,7 @@ class DocumentsOfBatch(BatchSource):
     noun = "document"
     is_packed = True
     knows_lengths = True
+    lengths: Sequence[int] = ()
 
     def __init__(self, batch: Mapping[str, Any], ends: Sequence[int], problem: str) -> None:
         self._batch = batch
@@ -156,11 +154,7 @@ class DocumentsOfBatch(BatchSource):
         self._tokens: torch.Tensor = batch.get("input_ids", batch.get("tokens"))
         self._begins = [0, *ends[:-1]]
         self.num_rows = len(ends)
-        self._lengths = [end - begin for begin, end in zip(self._begins, ends, strict=True)]
-
-    @property
-    def lengths(self) -> list[int]:
-        return self._lengths
+        self.lengths = [end - begin for begin, end in zip(self._begins, ends, strict=True)]
 
     @property
     def width(self) -> int:
