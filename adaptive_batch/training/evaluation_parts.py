@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -210,10 +210,8 @@ class EvaluationParts:
                 raise self._cannot_split(str(error)) from error
             # Count before the function, which may pop the labels from the batch.
             counts.append((*self._labels.candidates(part, len(numbers)), len(numbers)))
-            refusing: AbstractContextManager[object] = nullcontext()
-            if self._has_others:
-                refusing = distributed.refuse_collectives(collective_error)
-            with refusing:
+            refusal = distributed.refuse_collectives(collective_error)
+            with refusal if self._has_others else nullcontext():
                 loss, output = forward(part)
             if any(tensor.shape[:1] != (len(numbers),) for tensor in arrays_in(output)):
                 raise self._cannot_split("an output has no entry per row")
@@ -387,12 +385,10 @@ def _factors(weighting: int, counts: Sequence[_Counts]) -> list[float]:
         weighting: index of the count by which losses are averaged; `_SUM` if they add up.
         counts: counts of each part.
     """
-    if weighting == _SUM:
+    # Without any label, each loss is NaN or 0.
+    if weighting == _SUM or not any(count[weighting] for count in counts):
         return [1.0] * len(counts)
     total = sum(count[weighting] for count in counts)
-    if not total:
-        # Without any label, each loss is NaN or 0.
-        return [1.0] * len(counts)
     return [count[weighting] / total for count in counts]
 
 

@@ -202,8 +202,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **option
         flat = [tensor.squeeze(0).transpose(0, 1).contiguous() for tensor in (query, key, value)]
         output: Tensor = memory.packed_attention(*flat, _active_cu_seqlens, options.get("scale"))[0]
         return output.transpose(0, 1)[None]
-    attended: Tensor = _attend_without_compiler(query, key, value, *arguments, **options)
-    return attended
+    return _attend_without_compiler(query, key, value, *arguments, **options)
 
 
 def _attend_eagerly(*arguments: Any, **options: Any) -> Tensor:

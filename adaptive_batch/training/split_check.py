@@ -241,11 +241,12 @@ class SplitCheck:
         other = self._passes.compare(sample, other_shares, by_row=by_row)
         if other is None or not other.is_measured:
             return result
-        is_better = other.difference <= tolerance
         if result.is_measured:
             both_fit = max(result.difference, other.difference) <= tolerance
             self.shares_cancel = both_fit and _shares_cancel(result, other)
             is_better = not self.shares_cancel and other.difference < result.difference / 2
+        else:
+            is_better = other.difference <= tolerance
         if not is_better:
             return result
         self.counts_first_label = not self.counts_first_label
