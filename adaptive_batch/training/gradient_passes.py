@@ -36,8 +36,6 @@ _DROPOUTS = (
     "alpha_dropout",
     "feature_alpha_dropout",
 )
-
-
 # Size of the projected gradient of a parameter, and about the most entries that are projected.
 _NUMBERS = 256
 _MOST_ENTRIES = 2**15
@@ -72,26 +70,9 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
     ) -> torch.Tensor:
         return attention(query, key, value, attn_mask, 0.0, *rest, **options)
 
-    def batch_norm_with_running_statistics(
-        input: Any,
-        running_mean: Any,
-        running_var: Any,
-        weight: Any = None,
-        bias: Any = None,
-        training: bool = False,
-        *rest: Any,
-        **options: Any,
-    ) -> torch.Tensor:
-        # Without running statistics, those of the batch are the only ones.
-        uses_batch = training and running_mean is None
-        return batch_norm(
-            input, running_mean, running_var, weight, bias, uses_batch, *rest, **options
-        )
-
     with ExitStack() as stack:
         stack.enter_context(one_thread)
         attention = functional.scaled_dot_product_attention
-        batch_norm = functional.batch_norm
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module in model.modules():
             # Rates such as attention_dropout, layerdrop, drop_prob, and the dropout of an LSTM.
@@ -101,6 +82,7 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
                 if "drop" in name and type(value) is float
             }
             if is_batch_norm(module):
+                # Without running statistics, those of the batch are the only ones.
                 replacements["training"] = module.training and module.running_mean is None
             if replacements:
                 stack.enter_context(replaced(module, **replacements))
@@ -108,7 +90,6 @@ def exact_forward(model: nn.Module) -> Iterator[None]:
             replaced_for_thread(
                 functional,
                 scaled_dot_product_attention=attention_without_dropout,
-                batch_norm=batch_norm_with_running_statistics,
                 **dict.fromkeys(_DROPOUTS, _identity),
             )
         )
@@ -259,8 +240,7 @@ class Pass:
         """Return the argument of the function."""
         if not self.share:
             return Part(self.dummy(), 1, share=0.0, is_trial=True)
-        rows = self.batch.part(self.rows)
-        return Part(rows, len(self.rows), share=self.share, is_trial=True)
+        return Part(self.batch.part(self.rows), len(self.rows), share=self.share, is_trial=True)
 
 
 class GradientPasses:

@@ -255,7 +255,7 @@ class SplitCheck:
     def _explain(
         self, sample: Sample, result: Comparison, tolerance: float, *, can_keep_columns: bool
     ) -> None:
-        """Log what explains a difference: random numbers, noise, padding or an auxiliary loss.
+        """Log what explains a difference: random numbers, noise, an auxiliary loss or padding.
 
         Raises:
             SettingError: none of these explains it, or padding does and parts cannot keep it.
@@ -272,7 +272,17 @@ class SplitCheck:
         if result.difference <= tolerance:
             self._learn_first_label(sample, tolerance)
             return
-        given = sample
+        # An auxiliary loss explains the difference if it vanishes without it.
+        with without_auxiliary_loss(self._step.model) as coefficient:
+            other = self._measure(sample, tolerance, by_row=by_row) if coefficient else None
+        if other is not None and other.difference <= tolerance:
+            self.warn(
+                "auxiliary loss",
+                f"gradients of a batch and of its parts differ by {result.difference:.2%}, since"
+                f" each part has an auxiliary loss of its own, with coefficient {coefficient:g}",
+            )
+            self._learn_first_label(sample, tolerance)
+            return
         if distributed.any_of_ranks(sample.batch.cuts):
             # Padding explains the difference if it vanishes when parts keep all columns.
             difference_if_cut = result.difference
@@ -295,17 +305,6 @@ class SplitCheck:
                 return
         if result.has_other_draws:
             self._warn_incomparable("the loss draws random numbers that belong to no row")
-            return
-        # An auxiliary loss explains the difference if it vanishes without it.
-        with without_auxiliary_loss(self._step.model) as coefficient:
-            other = self._measure(given, tolerance, by_row=by_row) if coefficient else None
-        if other is not None and other.difference <= tolerance:
-            self.warn(
-                "auxiliary loss",
-                f"gradients of a batch and of its parts differ by {result.difference:.2%}, since"
-                f" each part has an auxiliary loss of its own, with coefficient {coefficient:g}",
-            )
-            self._learn_first_label(sample, tolerance)
             return
         remedy = self._remedy(sample, result, tolerance, by_row=by_row)
         raise self._refusal(sample, result.difference, noise, remedy)
