@@ -54,7 +54,6 @@ class PackedAttention:
         self.calls = 0
         self.dtype = torch.float32
         self._lengths = list(lengths)
-        self._longest = max(lengths)
         self._attend = attend
         self.cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
         # Copy of `cu_seqlens` on the device of the last call.
@@ -122,7 +121,7 @@ class PackedAttention:
             cu_seqlens = self._device_cu_seqlens = self.cu_seqlens.to(query.device)
         # The kernel takes [tokens, heads, head_dim], and the ends of queries and of keys.
         flat = [tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value)]
-        longest = self._longest
+        longest = max(self._lengths)
         output = _varlen_attention()(*flat, cu_seqlens, cu_seqlens, longest, longest, scale=scale)
         return output.transpose(0, 1)[None]
 

@@ -81,9 +81,8 @@ class CustomSplit:
 
 def _may_have_rows(value: Any, num_rows: int) -> bool:
     """Return whether the first dimension of a value may be the rows, and its second is not."""
-    if not isinstance(value, torch.Tensor) or not value.dim():
-        return False
-    return value.shape[1:2] != (num_rows,)
+    is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
+    return is_tensor and value.shape[1:2] != (num_rows,)
 
 
 class RowSplitter:

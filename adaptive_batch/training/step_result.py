@@ -281,6 +281,5 @@ class NonfiniteSteps:
             return f"the loss is {result.loss}"
         if self._policy != "warn" and not result.is_finite:
             # The loss is finite, so the norm is not.
-            assert result.grad_norm is not None
-            return f"the norm of the gradients is {float(result.grad_norm)}"
+            return f"the norm of the gradients is {result.grad_norm}"
         return None
