@@ -174,12 +174,9 @@ def parse_devices(value: object) -> tuple[EstimatedDevice, ...]:
     """Return the devices of ``estimate.devices``: one size or name, or a list of them.
 
     Raises:
-        SettingError: the list is empty, or an entry is unknown or repeated.
+        SettingError: the list is empty, or an entry is unknown.
     """
     entries = list(value) if isinstance(value, list | tuple) else [value]
     if not entries:
         raise SettingError(_KEY, value, f"{_REMEDY}, or a list of them")
-    devices = tuple(map(find_device, entries))
-    if len(set(devices)) < len(devices):
-        raise SettingError(_KEY, value, "a device is repeated; remove one")
-    return devices
+    return tuple(map(find_device, entries))

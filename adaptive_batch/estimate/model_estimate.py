@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -389,23 +389,21 @@ def estimate_length(
 
     collated_rows = min(maximum, _COLLATED_BYTES // (_COLLATED_BYTES_PER_TOKEN * tokens))
 
-    def find_fit(length: LengthEstimate, target: Target, expected: Fit | None = None) -> Fit:
+    def find_fit(length: LengthEstimate, target: Target) -> Fit:
         if allocator is None:
             return counted_fit(length, target.budget_bytes, maximum=maximum)
         log = partial(step.log, forward_backward=run)
-        bounds = ReplayedBounds(length, log, allocator, maximum=maximum)
-        return bounds.fit(target.budget_bytes, expected)
+        return replayed_fit(length, log, allocator, target.budget_bytes, maximum=maximum)
 
-    def find_traced_fit(length: LengthEstimate, target: Target, expected: Fit) -> Fit:
+    def find_traced_fit(length: LengthEstimate, target: Target) -> Fit:
         # Kernels can change with the rows, so trace the rows that fit until they stay the same.
         while True:
-            fit = find_fit(length, target, expected)
+            fit = find_fit(length, target)
             rows = fit.max_batch_size
             can_trace = allocator is not None and MORE < rows <= collated_rows
             if not can_trace or step.is_traced(rows, forward_backward=run):
                 return fit
             step.trace(rows, forward_backward=run)
-            expected = fit
 
     def find_checked_fit(target: Target) -> tuple[LengthEstimate, Fit]:
         checked = length
@@ -429,7 +427,7 @@ def estimate_length(
             curve = MemoryCurve.from_traces((rows - 1, fewer), (rows, trace))
             checked = replace(checked, traced_curve=curve, check=None)
             fit = find_fit(checked, target)
-        return checked, find_traced_fit(checked, target, fit)
+        return checked, find_traced_fit(checked, target)
 
     checked_fits = [find_checked_fit(target) for target in targets]
     fits = tuple(
@@ -494,68 +492,48 @@ def with_composition(length: LengthEstimate, fit: Fit, composition: dict[str, in
     )
 
 
-class ReplayedBounds:
-    """Finds the rows of one length that fit on devices of one kind, by replays of an allocator.
+def replayed_fit(
+    length: LengthEstimate,
+    log: Callable[[int], Sequence[int]],
+    allocator: AllocatorSettings,
+    budget_bytes: int,
+    *,
+    maximum: int,
+) -> Fit:
+    """Return the rows that fit in the memory of the driver, by replays of an allocator.
 
     Args:
         length: memory of the tensors, which limits the rows.
         log: function that returns the log of training with a number of rows (:mod:`.allocator`).
-        settings: settings of the allocator.
+        allocator: settings of the allocator.
+        budget_bytes: memory of the driver.
         maximum: limit of the rows.
     """
 
-    def __init__(
-        self,
-        length: LengthEstimate,
-        log: Callable[[int], Sequence[int]],
-        settings: AllocatorSettings,
-        *,
-        maximum: int,
-    ) -> None:
-        self._length = length
-        self._log = log
-        self._settings = settings
-        self._maximum = maximum
-        self._peaks: dict[int, tuple[int, int]] = {}
-
-    def fit(self, budget_bytes: int, expected: Fit | None = None) -> Fit:
-        """Return the rows that fit in the memory of the driver.
-
-        Args:
-            budget_bytes: memory of the driver.
-            expected: earlier fit, where the search begins.
-        """
-        # Reserved memory is at least the allocated one, so no more rows than these fit.
-        counted = counted_fit(self._length, budget_bytes, maximum=self._maximum)
-        most_rows = counted.max_batch_size
-        guess = most_rows
-        if expected is not None:
-            guess = expected.max_batch_size
-        elif most_rows > 0:
-            _, reserved = self.peaks(most_rows)
-            if reserved > budget_bytes:
-                guess = int(most_rows * budget_bytes / reserved)
-
-        def fits(rows: int) -> bool:
-            _, reserved = self.peaks(rows)
-            return reserved <= budget_bytes
-
-        rows = _largest(fits, most=most_rows, guess=guess)
-        allocated, reserved = self.peaks(max(1, rows))
-        reason = counted.first_too_large
-        if rows == 0 and reason is None:
-            reason = f"the allocator's memory for one row ({format_bytes(reserved)} at the peak)"
-        return Fit(self._length.sequence_length, rows, allocated, reserved, reason)
-
-    def peaks(self, rows: int) -> tuple[int, int]:
+    @cache
+    def peaks(rows: int) -> tuple[int, int]:
         """Return the peaks of allocated and reserved bytes, raised by the estimate's margin."""
-        if rows not in self._peaks:
-            allocator = CachingAllocator(self._settings)
-            allocator.replay(self._log(rows))
-            peaks = allocator.peak_allocated_bytes, allocator.reserved_bytes
-            allocated, reserved = (int(peak * (1 + self._length.margin)) for peak in peaks)
-            self._peaks[rows] = allocated, reserved
-        return self._peaks[rows]
+        replay = CachingAllocator(allocator)
+        replay.replay(log(rows))
+        factor = 1 + length.margin
+        return int(replay.peak_allocated_bytes * factor), int(replay.reserved_bytes * factor)
+
+    def fits(rows: int) -> bool:
+        _, reserved = peaks(rows)
+        return reserved <= budget_bytes
+
+    # Reserved memory is at least the allocated one, so no more rows than these fit.
+    counted = counted_fit(length, budget_bytes, maximum=maximum)
+    most_rows = guess = counted.max_batch_size
+    if most_rows > 0 and not fits(most_rows):
+        _, reserved = peaks(most_rows)
+        guess = int(most_rows * budget_bytes / reserved)
+    rows = _largest(fits, most=most_rows, guess=guess)
+    allocated, reserved = peaks(max(1, rows))
+    reason = counted.first_too_large
+    if rows == 0 and reason is None:
+        reason = f"the allocator's memory for one row ({format_bytes(reserved)} at the peak)"
+    return Fit(length.sequence_length, rows, allocated, reserved, reason)
 
 
 def _largest(fits: Callable[[int], bool], *, most: int, guess: int) -> int:

@@ -184,18 +184,6 @@ class Target:
     taken: tuple[tuple[str, int], ...] = ()
     lengths: tuple[Fit, ...] = ()
 
-    def is_called(self, name: str) -> bool:
-        """Return whether a name or size refers to this device."""
-        # devices.py imports this module.
-        from .devices import find_device
-
-        if name in (self.name, self.name.partition(" (")[0]):
-            return True
-        try:
-            return find_device(name).describe() == self.name
-        except SettingError:
-            return False
-
 
 @dataclass(frozen=True)
 class Change:
@@ -248,10 +236,14 @@ class MemoryEstimate:
         Raises:
             SettingError: the estimate does not have the device.
         """
+        # devices.py imports this module.
+        from .devices import find_device
+
+        name = find_device(device, "device").describe()
         for target in self.devices:
-            if target.is_called(device):
+            if target.name == name:
                 return all(fit.max_batch_size >= rows for fit in target.lengths)
-        names = ", ".join(target.name for target in self.devices)
+        names = ", ".join(target.name.partition(" (")[0] for target in self.devices)
         raise SettingError("device", device, f"the estimate has {names}; give one of them")
 
     def format_rows(self, rows: int | None) -> str:

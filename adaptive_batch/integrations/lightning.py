@@ -397,19 +397,18 @@ def _state(module: LightningModule) -> list[torch.Tensor]:
     and lengths in the other attributes.
     """
     states = []
-    for each in module.modules():
-        if isinstance(each, Metric):
-            for state in each.metric_state.values():
-                items = state if isinstance(state, list) else [state]
-                # A state may also be a list of tuples.
-                tensors = [item.reshape(-1).float() for item in items if torch.is_tensor(item)]
-                if tensors:
-                    states.append(torch.cat(tensors))
     values = [*module.buffers()]
     for each in module.modules():
         if not isinstance(each, Metric):
             own = {name: value for name, value in vars(each).items() if name not in _OF_MODULES}
             values += _numbers_in(own)
+            continue
+        for state in each.metric_state.values():
+            items = state if isinstance(state, list) else [state]
+            # A state may also be a list of tuples.
+            tensors = [item.reshape(-1).float() for item in items if torch.is_tensor(item)]
+            if tensors:
+                states.append(torch.cat(tensors))
     for value in values:
         # An int may be too large for torch.
         number = value % 2**63 if isinstance(value, int) else value

@@ -16,9 +16,14 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, StepOptions, estimate_memory
-from adaptive_batch.estimate import AllocatorSettings, LengthEstimate, counted_fit
+from adaptive_batch.estimate import (
+    AllocatorSettings,
+    CachingAllocator,
+    LengthEstimate,
+    counted_fit,
+)
 from adaptive_batch.estimate.fake_step import Resident
-from adaptive_batch.estimate.model_estimate import ReplayedBounds
+from adaptive_batch.estimate.model_estimate import replayed_fit
 from adaptive_batch.memory import Line, MemoryCurve
 
 
@@ -303,14 +308,19 @@ def test_the_result_is_the_largest_that_fits(mib, each):
     resident = Resident(parameters=64 * MIB, buffers=0, optimizer=0, gradients=0)
     curve = MemoryCurve((Line(Fraction(fixed), Fraction(per_row)),))
     length = LengthEstimate(512, resident, curve, fixed + per_row, None)
-    logs = partial(step_log, each=per_row)
-    made = ReplayedBounds(length, logs, AllocatorSettings(), maximum=4096)
-    fit = made.fit(mib * MIB)
+    settings = AllocatorSettings()
+    fit = replayed_fit(length, partial(step_log, each=per_row), settings, mib * MIB, maximum=4096)
+
+    def reserved(rows):
+        allocator = CachingAllocator(settings)
+        allocator.replay(step_log(rows, per_row))
+        return allocator.reserved_bytes
+
     most = counted_fit(length, mib * MIB, maximum=4096).max_batch_size
     assert fit.max_batch_size <= most
     if fit.max_batch_size:
-        assert made.peaks(fit.max_batch_size)[1] <= mib * MIB
+        assert reserved(fit.max_batch_size) <= mib * MIB
     else:
         assert fit.first_too_large is not None
     if fit.max_batch_size < most:
-        assert made.peaks(fit.max_batch_size + 1)[1] > mib * MIB
+        assert reserved(fit.max_batch_size + 1) > mib * MIB
