@@ -174,8 +174,8 @@ class Estimated:
     def log(self, rows: int) -> Sequence[int]:
         if rows not in self._logs:
             # As an estimate traces the rows that fit.
-            self._step.trace(rows, forward_backward=self._run)
-            self._logs[rows] = self._step.log(rows, forward_backward=self._run, num_steps=STEPS)
+            self._step.trace(rows, self._run)
+            self._logs[rows] = self._step.log(rows, self._run, num_steps=STEPS)
         return self._logs[rows]
 
     def peaks(self, rows: int, conf: str) -> dict[str, int]:

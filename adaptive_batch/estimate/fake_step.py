@@ -367,30 +367,22 @@ class FakeStep:
                 optimizer.zero_grad(set_to_none=True)
             self._optimizer_phases.append(counter.phase(self._named_tensors()))
 
-    def trace(self, rows: int, *, forward_backward: Run | None = None) -> Trace:
+    def trace(self, rows: int, run: Run) -> Trace:
         """Trace forward and backward of one micro-batch.
 
         Args:
             rows: rows of the micro-batch.
-            forward_backward: replacement of the constructor's function, for rows of another length.
+            run: the constructor's function, or one for rows of another length.
         """
-        run = forward_backward or self.forward_backward
         phase, trace = self._trace_micro_batch(rows, run)
         self._phases.setdefault((run, False), {})[rows] = phase
         return trace
 
-    def is_traced(self, rows: int, *, forward_backward: Run | None = None) -> bool:
+    def is_traced(self, rows: int, run: Run) -> bool:
         """Return whether a micro-batch of this size has been traced."""
-        return rows in self._phases.get((forward_backward or self.forward_backward, False), {})
+        return rows in self._phases.get((run, False), {})
 
-    def log(
-        self,
-        rows: int,
-        *,
-        forward_backward: Run | None = None,
-        num_steps: int = 4,
-        micro_batches: int = 2,
-    ) -> array[int]:
+    def log(self, rows: int, run: Run, *, num_steps: int = 4, micro_batches: int = 2) -> array[int]:
         """Return the log of loading and the first steps (:mod:`.allocator`).
 
         The log is exact for one row and for traced sizes. Other sizes are interpolated between two
@@ -398,12 +390,11 @@ class FakeStep:
 
         Args:
             rows: rows of each micro-batch.
-            forward_backward: replacement of the constructor's function, for rows of another length.
+            run: the constructor's function, or one for rows of another length.
             num_steps: steps of the log. The first one creates the optimizer's state; from the third
                 on, all steps are equal.
             micro_batches: micro-batches of a step that accumulates. All but the first are equal.
         """
-        run = forward_backward or self.forward_backward
         micro_batch = self._micro_batch_phase(rows, run)
         phases = [*self._device.filling_phases, self._loading_phase()]
         first_micro_batch = len(phases)
@@ -422,9 +413,9 @@ class FakeStep:
                 phases.append(first_step if is_first_step else later_step)
         return join_phases(phases, first_micro_batch, self._device.workspace_bytes)
 
-    def composition(self, rows: int, forward_backward: Run) -> dict[str, int]:
+    def composition(self, rows: int, run: Run) -> dict[str, int]:
         """Return the bytes by kind at the peak of a micro-batch."""
-        num_bytes = self._micro_batch_phase(rows, forward_backward).bytes_at_peak()
+        num_bytes = self._micro_batch_phase(rows, run).bytes_at_peak()
         resident = self.resident
         return {
             "parameters": resident.parameters,

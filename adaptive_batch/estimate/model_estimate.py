@@ -197,7 +197,8 @@ def estimate_step(
                 )
                 is_first_device = members[0] == 0
                 if trace is not None and is_first_device:
-                    log = step.log(max(1, fits_of_members[0].max_batch_size), num_steps=2)
+                    rows = max(1, fits_of_members[0].max_batch_size)
+                    log = step.log(rows, step.forward_backward, num_steps=2)
                     snapshot = CachingAllocator(settings).snapshot(log)
                     Path(trace).write_bytes(pickle.dumps(snapshot))
             fits.update(zip(members, fits_of_members, strict=True))
@@ -392,7 +393,7 @@ def estimate_length(
     def find_fit(length: LengthEstimate, target: Target) -> Fit:
         if allocator is None:
             return counted_fit(length, target.budget_bytes, maximum=maximum)
-        log = partial(step.log, forward_backward=run)
+        log = partial(step.log, run=run)
         return replayed_fit(length, log, allocator, target.budget_bytes, maximum=maximum)
 
     def find_traced_fit(length: LengthEstimate, target: Target) -> Fit:
@@ -401,9 +402,9 @@ def estimate_length(
             fit = find_fit(length, target)
             rows = fit.max_batch_size
             can_trace = allocator is not None and MORE < rows <= collated_rows
-            if not can_trace or step.is_traced(rows, forward_backward=run):
+            if not can_trace or step.is_traced(rows, run):
                 return fit
-            step.trace(rows, forward_backward=run)
+            step.trace(rows, run)
 
     def find_checked_fit(target: Target) -> tuple[LengthEstimate, Fit]:
         checked = length
@@ -414,14 +415,14 @@ def estimate_length(
         for number in range(_MOST_CHECKS):
             # More rows than those of the curve, even if they do not fit.
             rows = max(more[0] + 1, min(fit.max_batch_size, collated_rows))
-            trace = step.trace(rows, forward_backward=run)
+            trace = step.trace(rows, run)
             expected_bytes = checked.traced_curve.peak_bytes(rows)
             check = CurveCheck(rows, max(trace.live_bytes), expected_bytes)
             checked = replace(checked, check=check)
             is_last_check = number == _MOST_CHECKS - 1
             if is_last_check or not check.is_off:
                 break
-            fewer = step.trace(rows - 1, forward_backward=run)
+            fewer = step.trace(rows - 1, run)
             if fewer.program != trace.program:
                 break
             curve = MemoryCurve.from_traces((rows - 1, fewer), (rows, trace))
@@ -447,12 +448,10 @@ def _one_row_bytes(step: FakeStep, run: Run, curve: MemoryCurve, targets: Sequen
     fewest_fitting = min(curve.max_rows(target.budget_bytes) or 0 for target in targets)
     if fewest_fitting >= FEW:
         return curve.peak_bytes(1)
-    return max(step.trace(1, forward_backward=run).live_bytes)
+    return max(step.trace(1, run).live_bytes)
 
 
-def trace_pair(
-    step: FakeStep, run: Run | None = None
-) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
+def trace_pair(step: FakeStep, run: Run) -> tuple[tuple[int, Trace], tuple[int, Trace]]:
     """Trace two sizes that run the same operations, the smaller first.
 
     Raises:
@@ -462,7 +461,7 @@ def trace_pair(
     for few, many in _PAIRS:
         for size in (few, many):
             if size not in traces:
-                traces[size] = step.trace(size, forward_backward=run)
+                traces[size] = step.trace(size, run)
         if traces[few].program == traces[many].program:
             return (few, traces[few]), (many, traces[many])
     remedy = (

@@ -121,7 +121,9 @@ def alive(log):
 @pytest.mark.parametrize("options", [{}, {"accumulates": True}, {"in_backward": True}])
 def test_only_weights_and_states_remain_after_a_step(options):
     step = fake_step("AdamW foreach", **options)
-    logs = [step.log(4, num_steps=steps, micro_batches=3) for steps in (1, 2, 5)]
+    logs = [
+        step.log(4, step.forward_backward, num_steps=steps, micro_batches=3) for steps in (1, 2, 5)
+    ]
     assert alive(logs[0]) == alive(logs[1]) == alive(logs[2])
     assert peak_bytes(logs[1]) == peak_bytes(logs[2])
     weights = sum(parameter.nbytes for parameter in step.model.parameters())
@@ -131,12 +133,12 @@ def test_only_weights_and_states_remain_after_a_step(options):
 
 def test_interpolated_sizes_are_those_of_a_trace():
     traced, between = fake_step(), fake_step()
-    traced.trace(7)
+    traced.trace(7, traced.forward_backward)
     for rows in (2, 3):
-        between.trace(rows)
-    assert traced.is_traced(7)
-    assert not between.is_traced(7)
-    assert between.log(7) == traced.log(7)
+        between.trace(rows, between.forward_backward)
+    assert traced.is_traced(7, traced.forward_backward)
+    assert not between.is_traced(7, between.forward_backward)
+    assert between.log(7, between.forward_backward) == traced.log(7, traced.forward_backward)
 
 
 @given(
@@ -161,7 +163,7 @@ GRADIENTS = sum(4 * each.numel() for each in Decoder().parameters() if each.requ
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_kinds_add_up_to_the_peak(checkpointing, accumulates):
     step = fake_step(checkpointing=checkpointing, accumulates=accumulates)
-    peak = max(step.trace(ROWS).live_bytes)
+    peak = max(step.trace(ROWS, step.forward_backward).live_bytes)
     composition = step.composition(ROWS, step.forward_backward)
     assert sum(composition.values()) == peak
     assert composition["parameters"] == step.resident.parameters

@@ -69,8 +69,8 @@ def estimated(cfg, rows, tokens, *, micro_batches=1):
         step = run.step(
             lambda size: made_up_rows(run.job, size, tokens), accumulates=micro_batches > 1
         )
-        step.trace(rows)
-        return step.log(rows, num_steps=STEPS, micro_batches=micro_batches)
+        step.trace(rows, step.forward_backward)
+        return step.log(rows, step.forward_backward, num_steps=STEPS, micro_batches=micro_batches)
 
 
 def assert_reserves_alike(expected, got, *, rel):

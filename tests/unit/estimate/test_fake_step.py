@@ -39,7 +39,7 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(map(str, case.values())))
 def test_a_fake_step_counts_a_real_one_after_each_operation(case):
     step = fake_step(**case)
-    traces = {rows: step.trace(rows) for rows in (1, 2, 3, 9)}
+    traces = {rows: step.trace(rows, step.forward_backward) for rows in (1, 2, 3, 9)}
     curve = MemoryCurve.from_traces((2, traces[2]), (3, traces[3]))
     with rehearsal(**case) as trial:
         assert step.resident.total == trial.resident_bytes
@@ -59,7 +59,7 @@ def test_no_tensor_of_a_fake_step_is_real(in_backward):
     with torch.device("meta"):
         model = Decoder()
     step = fake_step("AdamW8bit", in_backward=in_backward, model=model)
-    step.trace(2)
+    step.trace(2, step.forward_backward)
     tensors = [
         *model.parameters(),
         *model.buffers(),
