@@ -285,17 +285,7 @@ def documents_of(batch: Any) -> DocumentsOfBatch | None:
     # A packed row has the shape [1, tokens] or [tokens].
     if tokens.dim() not in (1, 2) or tokens.shape[:-1] not in ((), (1,)):
         return None
-    ends_by_key: list[list[int]] = []
-    for key, value in batch.items():
-        if str(key).startswith(_ENDS) and (is_array(value) or isinstance(value, list)):
-            # A list shows the ends too, but cannot be divided.
-            arrays = value if isinstance(value, list) else [value]
-            numbers = [end for each in arrays for end in torch.as_tensor(each).flatten().tolist()]
-            # The numbers begin with 0. At the end, the last one may be repeated as padding;
-            # Automodel pads with a negative number.
-            ends = [end for end in dict.fromkeys(numbers) if end > 0]
-            if ends:
-                ends_by_key.append(ends)
+    ends_by_key = _ends_in(batch)
     labels = _of_tokens(batch, "labels", tokens.numel())
     # Without a dimension of rows, each token would count as a row.
     is_flat = tokens.dim() == 1 and labels is not None
@@ -310,6 +300,20 @@ def documents_of(batch: Any) -> DocumentsOfBatch | None:
         problem = "without positions, a document may end at each token"
         return DocumentsOfBatch(batch, range(1, tokens.numel() + 1), problem)
     return None
+
+
+def _ends_in(batch: Mapping[Any, Any]) -> list[list[int]]:
+    """Return the ends of documents of each key that has them."""
+    ends_by_key = []
+    for key, value in batch.items():
+        if str(key).startswith(_ENDS) and (is_array(value) or isinstance(value, list)):
+            # A list shows the ends too, but cannot be divided.
+            arrays = value if isinstance(value, list) else [value]
+            numbers = [end for each in arrays for end in torch.as_tensor(each).flatten().tolist()]
+            # The numbers begin with 0. At the end, the last one may be repeated as padding;
+            # Automodel pads with a negative number.
+            ends_by_key.append([end for end in dict.fromkeys(numbers) if end > 0])
+    return [ends for ends in ends_by_key if ends]
 
 
 def _problem_of_ends(
