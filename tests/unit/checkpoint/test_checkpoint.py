@@ -69,24 +69,6 @@ def hidden(output_dir):
     return [path.name for path in output_dir.iterdir() if path.name.startswith(".")]
 
 
-def trained(make, *, steps=3):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Linear(128, 64), nn.BatchNorm1d(64), nn.Linear(64, 64), nn.Linear(64, 1)
-    )
-    optimizer = make(model.parameters())
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model, optimizer, steps):
-    with torch.compiler.set_stance("force_eager"):
-        for _ in range(steps):
-            model(torch.randn(8, 128)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-
 OPTIMIZERS = {
     "stateless sgd": lambda p: torch.optim.SGD(p, lr=0.01),
     "adam fused": lambda p: torch.optim.Adam(p, lr=torch.tensor(0.01), fused=True),
@@ -98,22 +80,19 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_resumes_from_a_checkpoint_bit_for_bit(tmp_path, name, asynchronous):
-    model, optimizer = trained(OPTIMIZERS[name])
-    before = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+def test_the_state_of_a_model_and_its_optimizer_is_saved_and_loaded(tmp_path, name, asynchronous):
+    model = nn.Sequential(nn.Linear(128, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    with torch.compiler.set_stance("force_eager"):
+        model(torch.randn(8, 128)).square().sum().backward()
+        optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     with closing(CheckpointManager(tmp_path, asynchronous=asynchronous)) as points:
-        points.save(3, before, {"rng": torch.get_rng_state()})
+        points.save(3, state, {"rng": torch.get_rng_state()})
         points.wait()
         tree, small = newest_complete(checkpoints_in(tmp_path))[0].load()
-        assert_same(tree, before)
-        train(model, optimizer, 2)
-    again, its_optimizer = trained(OPTIMIZERS[name], steps=1)
-    again.load_state_dict(tree["model"])
-    its_optimizer.load_state_dict(tree["optimizer"])
-    torch.set_rng_state(small["rng"])
-    train(again, its_optimizer, 2)
-    assert_same(again.state_dict(), model.state_dict())
-    assert_same(its_optimizer.state_dict(), optimizer.state_dict())
+    assert_same(tree, state)
+    assert_same(small, {"rng": torch.get_rng_state()})
 
 
 plain = (
@@ -250,27 +229,6 @@ def test_a_later_save_of_a_step_replaces_the_earlier(tmp_path):
     assert (steps_there(tmp_path), hidden(tmp_path)) == ([5], [])
 
 
-def test_a_checkpoint_that_a_kill_left_incomplete_is_passed_over(tmp_path):
-    """Keep the first files in the order of writing, and truncate the last one."""
-    save(tmp_path / "whole", 1, 2)
-    written = ["__0_0.distcp", ".metadata", "state.pt", "resume.json"]
-    for number, name in enumerate(written):
-        for kept in (0, 10, None):
-            output_dir = tmp_path / f"{number}-{kept}"
-            shutil.copytree(tmp_path / "whole", output_dir)
-            for later in written[number + 1 :]:
-                (output_dir / "step_2" / later).unlink()
-            path = output_dir / "step_2" / name
-            path.write_bytes(path.read_bytes()[:kept])
-            point, passed_over = newest_complete(checkpoints_in(output_dir))
-            if name == "resume.json" and kept is None:
-                assert point.step == 2
-            else:
-                assert point.step == 1
-                assert [other.path.name for other in passed_over] == ["step_2"]
-                assert_same(point.load()[0], values(1))
-
-
 def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
     save(tmp_path, 4)
     (tmp_path / "step_4").rename(tmp_path / ".replaced-step_4")
@@ -285,7 +243,7 @@ def test_a_kill_between_the_two_renames_loses_nothing(tmp_path):
 @examples(20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.pt", "resume.json"])
-def test_a_checkpoint_with_a_missing_file_or_a_changed_byte_is_passed_over(tmp_path, name, data):
+def test_a_checkpoint_with_a_missing_cut_or_changed_file_is_passed_over(tmp_path, name, data):
     if not (tmp_path / "step_2").exists():
         save(tmp_path, 1, 2)
     path = tmp_path / "step_2" / name
@@ -293,7 +251,7 @@ def test_a_checkpoint_with_a_missing_file_or_a_changed_byte_is_passed_over(tmp_p
     changed = bytearray(whole)
     changed[data.draw(st.integers(0, len(whole) - 1))] ^= data.draw(st.integers(1, 255))
     try:
-        for damaged in (changed, None):
+        for damaged in (changed, whole[:10], None):
             path.unlink()
             if damaged is not None:
                 path.write_bytes(damaged)
@@ -301,6 +259,7 @@ def test_a_checkpoint_with_a_missing_file_or_a_changed_byte_is_passed_over(tmp_p
             assert (point.step, passed_over.path) == (1, tmp_path / "step_2")
             said = passed_over.describe()
             assert name in said or (name == "resume.json" and "reads format" in said)
+            assert_same(point.load()[0], values(1))
     finally:
         path.write_bytes(whole)
     assert newest_complete(checkpoints_in(tmp_path))[0].step == 2
@@ -407,7 +366,7 @@ def test_keep_last_deletes_older_checkpoints_of_the_run(tmp_path, asynchronous):
 
 def test_keep_last_does_not_count_broken_checkpoints(tmp_path):
     save(tmp_path, 1, 2, 3)
-    (tmp_path / "step_2" / ".metadata").unlink()
+    (tmp_path / "step_2" / ".metadata").write_bytes(b"cut")
     (tmp_path / "step_3" / "resume.json").unlink()
     save(tmp_path, 4, keep_last=2)
     assert steps_there(tmp_path) == [1, 2, 3, 4]
