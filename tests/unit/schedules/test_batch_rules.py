@@ -1,7 +1,6 @@
 """Checks and calls of the user's rules, and the ready-made increments."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -222,13 +221,7 @@ REFUSED = [
         *((value,) for value in (0, -4, True, 64.0, "64", None)),
         *((f"{amount}tok",) for amount in ("", "0", "-1", "nan", "inf", "1e999", "many", "8k")),
     ),
-    *refused(
-        "lr_scheduler",
-        schedule_factor,
-        (None,),
-        (StepLR(SGD, 2),),
-        (SimpleNamespace(scheduler=StepLR(SGD, 2)),),
-    ),
+    *refused("lr_scheduler", schedule_factor, (None,), (StepLR(SGD, 2),)),
     # Durations.
     *refused(
         "over",

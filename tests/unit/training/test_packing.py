@@ -19,7 +19,7 @@ from torchtune.models.llama3_2 import llama3_2
 from torchtune.models.qwen2 import qwen2
 from torchtune.modules import TransformerSelfAttentionLayer
 from torchtune.training import set_activation_checkpointing
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from adaptive_batch.training import isolated_rows, pack_rows, why_not_packed
 
@@ -298,14 +298,6 @@ class Attention(nn.Module):
         return 2 * functional.scaled_dot_product_attention(2 * query, key, value, **self.how)
 
 
-def heads(tokens, *, key_heads=2, head_dim=8, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(tokens)
-    return [
-        torch.randn(1, number, tokens, head_dim, generator=generator, dtype=dtype)
-        for number in (2, key_heads, key_heads)
-    ]
-
-
 CAUSAL = torch.ones(12, 12, dtype=torch.bool).tril()
 # Options of attention and of heads, the size of values, and whether the graph breaks.
 CASES = {
@@ -323,7 +315,7 @@ CASES = {
 @pytest.mark.parametrize(("how", "options", "value_size", "is_parted"), CASES.values(), ids=CASES)
 def test_attention_without_the_operator_breaks_the_graph(how, options, value_size, is_parted):
     module = Attention(**how)
-    query, key, value = heads(12, **options)
+    query, key, value = attended([12], heads=2, **{"key_heads": 2, **options})
     tensors = query, key, value[..., :value_size]
     with isolated_rows([5, 7]):
         expected = module(*tensors)
@@ -339,7 +331,7 @@ def test_a_mask_that_is_not_causal_is_refused_in_compiled_code():
         isolated_rows([5, 7]),
         pytest.raises(ValueError, match=SEES),
     ):
-        module(*heads(12))
+        module(*attended([12]))
 
 
 WIDE = {
@@ -360,9 +352,7 @@ def from_config(config, **settings):
 class Small(nn.Module):
     """A decoder with a choice of attention, positions and mixing of tokens."""
 
-    def __init__(
-        self, *, attend=functional.scaled_dot_product_attention, takes_positions=True, mixes=False
-    ):
+    def __init__(self, *, attend=None, takes_positions=True, mixes=False):
         super().__init__()
         torch.manual_seed(0)
         self.ids, self.places = nn.Embedding(VOCABULARY, 32), nn.Embedding(64, 32)
@@ -379,22 +369,6 @@ class Small(nn.Module):
         heads = self.project(hidden).unflatten(-1, (3, 4, 8)).permute(2, 0, 3, 1, 4)
         attend = self.attend or functional.scaled_dot_product_attention
         return self.out(hidden + attend(*heads, is_causal=True).transpose(1, 2).flatten(2))
-
-
-def masked(mask):
-    """Return attention with a mask that depends on the number of tokens."""
-
-    def attend(query, key, value, *, is_causal):
-        own_mask = mask(query.shape[2])
-        return functional.scaled_dot_product_attention(query, key, value, attn_mask=own_mask)
-
-    return attend
-
-
-def matmul_attention(query, key, value, *, is_causal):
-    weights = query @ key.transpose(-1, -2) / query.shape[-1] ** 0.5
-    later = torch.ones(weights.shape[-2:], dtype=torch.bool).triu(1)
-    return weights.masked_fill(later, -torch.inf).softmax(-1) @ value
 
 
 def half(model):
@@ -421,32 +395,27 @@ ACCEPTED = {
     "llama3_2": lambda: torchtune_model(llama3_2),
     "qwen2": lambda: half(torchtune_model(qwen2, checkpointing=True)),
     "transformers": transformers_model,
-    "learned positions, transformers": lambda: from_config(
-        GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4),
-        attn_implementation="sdpa",
-    ),
-    "learned positions": lambda: Small(attend=None),
+    "learned positions": lambda: Small(),
     "a window longer than rows, transformers": lambda: from_config(
         MistralConfig(**WIDE, sliding_window=40)
     ),
-    "a window longer than rows": lambda: Small(attend=masked(partial(window, 40))),
-    "no window in use, transformers": lambda: from_config(Qwen2Config(**WIDE, sliding_window=8)),
 }
 UNSEEN = "does not call torch.nn.functional.scaled_dot_product_attention"
 POSITIONS, MIXES = "use input_pos", "mix tokens by torch's scaled_dot_product_attention alone"
 REFUSED = {
     "gemma2": (lambda: gemma2(**SHAPE, head_dim=8, query_pre_attn_scalar=8), UNSEEN),
-    "matmul": (lambda: Small(attend=matmul_attention), UNSEEN),
-    "a function taken before": (lambda: Small(), UNSEEN),
+    "a function taken before": (
+        lambda: Small(attend=functional.scaled_dot_product_attention),
+        UNSEEN,
+    ),
     "eager, transformers": (
         lambda: from_config(LlamaConfig(**WIDE), attn_implementation="eager"),
         "attn_implementation='sdpa'",
     ),
-    "its own positions": (lambda: Small(attend=None, takes_positions=False), POSITIONS),
-    "a convolution": (lambda: Small(attend=None, mixes=True), MIXES),
-    "a convolution in bfloat16": (lambda: half(Small(attend=None, mixes=True)), MIXES),
-    "no positions": (lambda: nn.Sequential(Small(attend=None)), "unexpected keyword argument"),
-    "a window": (lambda: Small(attend=masked(partial(window, 20))), SEES),
+    "its own positions": (lambda: Small(takes_positions=False), POSITIONS),
+    "a convolution": (lambda: Small(mixes=True), MIXES),
+    "a convolution in bfloat16": (lambda: half(Small(mixes=True)), MIXES),
+    "no positions": (lambda: nn.Sequential(Small()), "unexpected keyword argument"),
     "a window, transformers": (
         lambda: from_config(MistralConfig(**WIDE, sliding_window=39)),
         SEES,
@@ -492,7 +461,7 @@ def test_the_refusal_of_an_unshifted_loss_mentions_shifted_labels():
 
 
 def test_the_check_restores_training_modes_random_numbers_and_gradients():
-    model = Small(attend=None).train()
+    model = Small().train()
     model.dropout.eval()
     torch.manual_seed(3)
     state = torch.get_rng_state()
