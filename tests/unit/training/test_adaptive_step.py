@@ -240,6 +240,7 @@ def translation_batch(source, target, *, columns=(12, 12), left=False, holes=Fal
 
 
 SHORT, LONG = [5, 3, 2, 4], [12, 5, 4, 9]
+SQUARE = translation_batch([4, 2, 3, 2], [4, 2, 3, 2], columns=(4, 4))
 TRANSLATIONS = {
     "both padded to a maximum": (translation_batch(SHORT, [4, 2, 9, 3], columns=(16, 16)), 9),
     "left padding of both": (translation_batch(SHORT, LONG, left=True), 12),
@@ -248,6 +249,7 @@ TRANSLATIONS = {
     "narrower labels": (translation_batch(LONG, SHORT, columns=(12, 6)), 9),
     "holes in the mask": (translation_batch(SHORT, SHORT, holes=True), 4),
     "no row fills its width": (translation_batch(SHORT, SHORT), 4),
+    "as many rows as columns": ({**SQUARE, "classes": torch.arange(4)}, 3),
 }
 
 

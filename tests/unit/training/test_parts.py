@@ -60,17 +60,6 @@ def new_step(model, loss, size=2, **arguments):
 
 Y = torch.tensor([0, 2, 1, 2])
 IDS = torch.tensor([[1, 2, 3, 4], [1, 0, 0, 0], [2, 0, 0, 0], [3, 0, 0, 0]])
-MASKED = {"ids": IDS, "attention_mask": (IDS > 0).long(), "y": Y}
-
-
-def pooled(model, batch, more=0):
-    hidden = (model.embedding(batch["ids"]) + more) * batch["attention_mask"][..., None]
-    return model.linear(hidden.sum(1))
-
-
-def of_masked(more):
-    """Return a loss that adds the result of `more` to the embeddings."""
-    return lambda model, batch: cross_entropy(pooled(model, batch, more(model, batch)), batch["y"])
 
 
 def of_targets(model, batch):
@@ -87,20 +76,6 @@ def of_mean(model, batch):
 PICTURES = [torch.randn(3, 8 + row, 9, generator=random) for row in range(4)]
 TARGETS = [{"score": torch.ones(()), "boxes": torch.zeros(row + 2, 4)} for row in range(4)]
 EXACT = {
-    "boxes with a mask": (
-        {**MASKED, "bbox": torch.randn(4, 4, 4, generator=random)},
-        of_masked(lambda model, batch: batch["bbox"]),
-    ),
-    "a square mask of columns": (
-        {**MASKED, "to": torch.ones(4, 4, 4)},
-        lambda model, batch: cross_entropy(
-            model.linear((batch["to"] @ model.embedding(batch["ids"])).sum(1)), batch["y"]
-        ),
-    ),
-    "positions of all rows": (
-        {**MASKED, "position_ids": torch.arange(4)[None]},
-        of_masked(lambda model, batch: model.embedding(batch["position_ids"])),
-    ),
     "lists of pictures and targets with a tensor": (
         {"pictures": PICTURES, "targets": tuple(TARGETS), "y": Y},
         of_targets,
