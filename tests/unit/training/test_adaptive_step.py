@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 from adaptive_batch.data import IGNORE_INDEX
 from adaptive_batch.errors import DoesNotFitError, SettingError
-from adaptive_batch.training import AdaptiveStep, Part, RowsOfBatch, SplitBatch, StepOptions
+from adaptive_batch.training import AdaptiveStep, Part, SplitBatch, StepOptions
 
 LENGTHS = (9, 7, 12, 6, 4, 11, 5, 8, 3, 10, 12, 6)
 # Documented tolerance for float32, relative to the largest entry of each gradient.
@@ -302,13 +302,6 @@ def test_parts_cut_only_padding_from_source_and_target(batch, columns):
     assert widths[-1] == (columns or batch["attention_mask"].shape[1])
 
 
-def test_parts_keep_all_columns_without_a_mask():
-    batch = translation_batch(SHORT, SHORT)
-    del batch["attention_mask"]
-    part = RowsOfBatch(batch).part([2, 3])
-    assert part["input_ids"].shape == part["labels"].shape == (2, 12)
-
-
 def test_parts_of_a_compiled_model_keep_all_columns_within_the_token_budget():
     torch.compiler.reset()
     model = torch.compile(decoder(), backend="eager", dynamic=True)
@@ -465,15 +458,6 @@ def test_the_check_supports_all_ways_to_compute_gradients_and_warns_if_there_are
     assert caplog.text.count("no finite gradient") <= 1
     assert seen[-4:] == [(True, True)] + [(False, False)] * 3
     assert not step.is_trial
-
-
-def test_on_out_of_memory_raise_raises_the_original_error():
-    model = decoder()
-    script = Script(model, most_rows=4)
-    step = AdaptiveStep(model, script, options=StepOptions(on_out_of_memory="raise"))
-    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"):
-        step(make_batch())
-    assert script.rows == [12]
 
 
 def repeated(number: int) -> dict[str, torch.Tensor]:
