@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -27,15 +28,16 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.fault_injection import RunsOutAt
-from support.same_state import assert_same, bits
+from support.same_state import assert_same
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import DryRun, Predictive, run_search
 from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
+from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope, StepResult
+from adaptive_batch.training.bound_search import LongestRows
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
@@ -67,74 +69,45 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
                 assert split.metrics[name] == pytest.approx(value, rel=1e-9), name
 
 
+def failed_steps(
+    build: Callable[[], Wired], rows: Sequence[Any], *, every: int
+) -> list[tuple[Wired, StepResult]]:
+    """Run steps in which one of `every` operations runs out of memory; return jobs and results."""
+    steps = []
+    for operation in range(1, 2000, every):
+        mode = RunsOutAt(operation)
+        wired = build()
+        with mode:
+            result = wired.run(rows)
+        if not mode.failed_in:
+            break
+        adapters = [part for part in wired.model.modules() if hasattr(part, "disabled")]
+        assert not any(part.disabled for part in adapters)
+        steps.append((wired, result))
+    assert len(steps) > 4
+    return steps
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("job_on", "rows"), [(job_on_pairs, pairs(8)), (distilling, rows_of(8))])
 def test_a_retried_step_equals_a_step_of_smaller_micro_batches(job_on, rows, kind):
     expected = job_on(kind, rows, limit=MicroBatchLimit(4))
     result = expected.run(rows)
-    failures = 0
-    for operation in range(1, 2000, 47):
-        mode = RunsOutAt(operation)
-        faulted = job_on(kind, rows, limit=MicroBatchLimit(8))
-        with mode:
-            after = faulted.run(rows)
-        if not mode.failed_in:
-            break
-        failures += 1
+    build = partial(job_on, kind, rows, limit=MicroBatchLimit(8))
+    for failed, after in failed_steps(build, rows, every=47):
         assert (after.loss, after.metrics) == (result.loss, result.metrics)
-        assert_same(faulted.gradients(), expected.gradients())
-        assert_adapters_are_on(faulted)
-    assert failures > 4
-
-
-def assert_adapters_are_on(wired):
-    adapters = [part for part in wired.model.modules() if hasattr(part, "disabled")]
-    assert not any(part.disabled for part in adapters)
-
-
-LONGEST_ROW = max(rows_of(9), key=lambda row: len(row["tokens"]))
+        assert_same(failed.gradients(), expected.gradients())
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("job_on", "row", "layout", "sizes"),
-    [
-        (job_on_pairs, pair((24, 30), torch.Generator()), "padded", (1, 2, 11)),
-        (job_on_pairs, pair((30, 30), torch.Generator()), "packed", (1, 2, 11)),
-        (distilling, LONGEST_ROW, "padded", (1, 5)),
-    ],
-)
-def test_a_search_finds_the_bound_of_brute_force(job_on, row, layout, sizes, kind):
-    wired = job_on(kind, [row], layout=layout, limit=MicroBatchLimit(1))
-    before = bits(wired.trainer.models.state_dict())
-    runner = wired.trainer.engine
-    optimizer = torch.optim.AdamW(wired.model.parameters(), lr=1e-3)
-
-    def dry_run(budget_bytes):
-        return DryRun(
-            model=wired.model,
-            optimizer=optimizer,
-            forward_backward=lambda rows: runner.try_rows([row] * rows),
-            step=optimizer.step,
-            accumulates=False,
-            memory=runner.memory,
-            budget_bytes=budget_bytes,
-            row="one row",
-            frozen_modules=wired.trainer.tried().frozen_modules,
-        )
-
-    with dry_run(2**40) as trial:
-        peaks = [trial(size).peak_bytes for size in range(1, max(sizes) + 2)]
-    assert peaks == sorted(set(peaks))
-    for size in sizes:
-        # `size` rows fit, and one more row does not.
-        budget = (peaks[size - 1] + peaks[size]) // 2
-        with dry_run(budget) as trial:
-            resident = trial.resident_bytes
-            search = Predictive(budget_bytes=budget, maximum=4096, resident_bytes=resident)
-            result = run_search(trial, search=search)
-        assert result.max_batch_size == size
-    assert bits(wired.trainer.models.state_dict()) == before
+@pytest.mark.parametrize(("job_on", "rows"), [(job_on_pairs, pairs(2)), (distilling, rows_of(2))])
+def test_a_search_counts_the_memory_of_both_models_and_the_optimizer(job_on, rows, kind):
+    trainer = job_on(kind, rows, limit=MicroBatchLimit(1)).trainer
+    longest = LongestRows(lambda size: rows[:size], 2, "one row")
+    result = BoundSearch(trainer.tried(), SearchScope(longest), ProbeOptions("1GiB")).run()
+    moments = [*trainer.model.parameters()] * 2
+    held = [*trainer.models.parameters(), *(one for one in moments if one.requires_grad)]
+    assert result.resident_bytes >= sum(tensor.nbytes for tensor in held)
 
 
 def test_both_answers_of_the_longest_pairs_are_filled_to_one_length():
@@ -215,28 +188,16 @@ def test_separate_micro_batches_of_the_reference_do_not_change_a_step(kind, layo
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_oom_of_the_reference_lowers_only_the_limit_of_the_reference(kind):
     rows = pairs(8)
-    expected = job_on_pairs(
-        kind, rows, limit=MicroBatchLimit(4), reference_limit=MicroBatchLimit(4)
-    )
+    build = partial(job_on_pairs, kind, rows, limit=MicroBatchLimit(4))
+    expected = build(reference_limit=MicroBatchLimit(4))
     result = expected.run(rows)
-    failures = 0
-    for operation in range(1, 400, 23):
-        mode = RunsOutAt(operation)
-        faulted = job_on_pairs(
-            kind, rows, limit=MicroBatchLimit(4), reference_limit=MicroBatchLimit(len(rows))
-        )
-        reference = faulted.trainer.engine.reference
-        with mode:
-            after = faulted.run(rows)
-        if not mode.failed_in:
-            break
-        failures += 1
-        assert reference.sizer.limit(1).amount < len(rows)
-        assert faulted.trainer.engine.sizer.limit() == MicroBatchLimit(4)
+    build = partial(build, reference_limit=MicroBatchLimit(len(rows)))
+    for failed, after in failed_steps(build, rows, every=23):
+        engine = failed.trainer.engine
+        assert engine.reference.sizer.limit(1).amount < len(rows)
+        assert engine.sizer.limit() == MicroBatchLimit(4)
         assert after.loss == pytest.approx(result.loss, rel=EXACT)
-        assert largest_difference(expected.gradients(), faulted.gradients()) < EXACT
-        assert_adapters_are_on(faulted)
-    assert failures > 4
+        assert largest_difference(expected.gradients(), failed.gradients()) < EXACT
 
 
 @pytest.mark.parametrize(
