@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.examples import examples
 from support.runners import HeldSizer, build_runner
@@ -162,6 +162,7 @@ def test_measuring_noise_changes_no_bit_of_a_step(batch, capacity, shapes, limit
     capacity=st.builds(MicroBatchLimit, st.integers(1, 8)),
     limit=LIMITS,
 )
+@example([row(5), row(5, masked=5)], MicroBatchLimit(1), None)
 @examples(60)
 def test_the_noise_sample_has_the_first_micro_batch_and_the_whole_step(batch, capacity, limit):
     result, _ = gradients(batch, capacity, measures_noise=True, max_grad_norm=limit)
