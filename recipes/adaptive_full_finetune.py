@@ -45,7 +45,7 @@ from adaptive_batch.torchtune import (
     run_recipe,
     run_training,
 )
-from adaptive_batch.training import FullBatchLoss, NonfiniteSteps, RankReport
+from adaptive_batch.training import FullBatchLoss, MicroBatchSizer, NonfiniteSteps, RankReport
 
 
 class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
@@ -107,8 +107,15 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
 
     def _setup_steps(self) -> None:
         """Set up the batches, and check everything that needs no weights."""
-        # The owner of the micro-batch limit: `micro_batch_size` and `micro_batch_tokens`.
-        self.sizer = self.data.new_sizer(self.log.limit_change)
+        # The owner of the micro-batch limit. For `auto`, _setup_model() gives it the result of a
+        # search.
+        self.sizer = MicroBatchSizer(
+            micro_batch_size=self.settings.micro_batch_size,
+            micro_batch_tokens=self.settings.micro_batch_tokens,
+            layout=self.data.configured_layout,
+            memory=self.job.memory,
+            on_change=self.log.limit_change,
+        )
         # The owner of the batch size: the configured one, or the checkpoint's.
         self.batches = self.resumed.batches(self.data, self.sizer, event=self.log.event)
         check_rate(self.job)
@@ -118,9 +125,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         self.loader: DataLoader[Any] = DataLoader(
             self.data.dataset, batch_sampler=self.batches, collate_fn=list
         )
-        self.limit_finder = LimitFinder(
-            self.job, self.data, trains=not self.settings.preview, event=self.log.event
-        )
+        self.limit_finder = LimitFinder(self.job, self.data, event=self.log.event)
         if self.settings.searches:
             self.limit_finder.check()
         self.preview = TrainingPreview(self.job, self.batches, self.sizer, self.resumed)
@@ -142,7 +147,6 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
         num_rows = len(self.data.dataset)
         self.log.start(self.resumed, num_rows=num_rows, replaces=self.saver.replaces)
         lost = self.limit_finder.lost
-        assert lost is not None
         lost.begin()
         # If this rank fails, record the limit or the trial that failed. The next attempt begins
         # below it.

@@ -26,6 +26,7 @@ from adaptive_batch.torchtune import (
     show_details,
     without_effect,
 )
+from adaptive_batch.training import MicroBatchSizer
 
 
 def say(text: str) -> None:
@@ -53,7 +54,13 @@ def probe(cfg: DictConfig) -> None:
     limit_finder = LimitFinder(job, data)
     store = RunStore(job)
     limit_finder.check()
-    trainer = Trainer.load(job, data, store.weights, data.new_sizer())
+    sizer = MicroBatchSizer(
+        micro_batch_size=settings.micro_batch_size,
+        micro_batch_tokens=settings.micro_batch_tokens,
+        layout=data.configured_layout,
+        memory=job.memory,
+    )
+    trainer = Trainer.load(job, data, store.weights, sizer)
     trainer.check_layout()
     store.load_optimizer(trainer)
     for length in settings.probe.sequence_lengths or (settings.probe.sequence_length,):

@@ -1,4 +1,4 @@
-"""The loop of a search, its result, and the store of results."""
+"""The loop of a search, the results of searches, and their store."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from adaptive_batch._util import (
     from_json,
     rows_fit,
 )
+from adaptive_batch.data import MicroBatchLimit, MicroBatchTime
 
 from .search import Search, Trial
-from .throughput import Throughput
 
 log = logging.getLogger("adaptive_batch")
 
@@ -31,6 +31,56 @@ _FORMAT = 4
 _KEPT = 31
 # Stands for an unknown number of bytes in a minimum over ranks.
 _UNKNOWN_BYTES = 2**62
+
+
+@dataclass(frozen=True)
+class TimedTrial:
+    """Timing of a layout and a limit.
+
+    Attributes:
+        kind: kind of the layout.
+        limit: limit of a micro-batch.
+        tokens_per_second: real tokens per second of micro-batches on one device.
+        padding: share of padding in the processed tokens.
+    """
+
+    kind: str
+    limit: MicroBatchLimit
+    tokens_per_second: float
+    padding: float
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """A layout and a limit, with all timings.
+
+    Attributes:
+        kind: kind of the layout.
+        limit: limit of a micro-batch.
+        tokens_per_second: rate of its trial.
+        time: measured time model of a micro-batch in this layout.
+        trials: timings in order.
+        seconds: duration of the search.
+    """
+
+    kind: str
+    limit: MicroBatchLimit
+    tokens_per_second: float
+    time: MicroBatchTime
+    trials: tuple[TimedTrial, ...]
+    seconds: float = 0.0
+
+    def table(self) -> str:
+        """Return the timings and the fastest choice as aligned text."""
+        lines = [f"{'layout':>8} {'at once':>15} {'padding':>8} {'tokens/s':>9}"]
+        for trial in self.trials:
+            at_once = f"{trial.limit.amount:,} {trial.limit.unit}"
+            lines.append(
+                f"{trial.kind:>8} {at_once:>15} {trial.padding:>8.1%}"
+                f" {trial.tokens_per_second:>9,.0f}"
+            )
+        lines.append(f"fastest: {self.kind}, up to {self.limit.amount:,} {self.limit.unit} at once")
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -69,6 +119,16 @@ class ProbeResult:
     def bound(self) -> str:
         """`max_batch_size` as text, with a plus if it is the limit of the search."""
         return format_bound(self.max_batch_size, self.maximum)
+
+    def describe(self) -> str:
+        """Describe the result for an error: the rows that could be tried, and those that fit."""
+        length = ""
+        if self.sequence_length:
+            length = f" of {count(self.sequence_length, 'token')}"
+        return (
+            f"a search of up to {count(self.maximum, 'row')}{length} found that"
+            f" {rows_fit(self.max_batch_size)}"
+        )
 
     @property
     def num_out_of_memory(self) -> int:

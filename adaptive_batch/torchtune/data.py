@@ -5,7 +5,7 @@ rows.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property, partial
 from types import NoneType
@@ -30,12 +30,7 @@ from adaptive_batch.data import (
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress
-from adaptive_batch.training import (
-    LimitChange,
-    LongestRows,
-    MicroBatchSizer,
-    RowLoss,
-)
+from adaptive_batch.training import LongestRows, RowLoss
 
 from .checks import has_tensor_parallelism
 from .configuration import refusing, values_of
@@ -290,24 +285,6 @@ class Data:
             ranks=distributed.data_parallel_size(),
             divisible=self.configured_layout.uniform in ("rows", "both"),
             measure=lambda: RowLengths(rows.lengths, rows.real_lengths),
-        )
-
-    # --- micro-batches
-
-    def new_sizer(
-        self, on_change: Callable[[LimitChange], object] = lambda change: None
-    ) -> MicroBatchSizer:
-        """Return the sizer of training before a search.
-
-        Args:
-            on_change: function that is called with each change of a limit.
-        """
-        return MicroBatchSizer(
-            micro_batch_size=self._settings.micro_batch_size,
-            micro_batch_tokens=self._settings.micro_batch_tokens,
-            layout=self.configured_layout,
-            memory=self._job.memory,
-            on_change=on_change,
         )
 
     def _num_tokens_in_pack(self, row: Mapping[str, Any]) -> int:

@@ -47,6 +47,7 @@ from adaptive_batch.estimate import (
     rank_changes,
 )
 from adaptive_batch.memory import auto_headroom
+from adaptive_batch.training import MicroBatchSizer
 
 from .changes import candidates
 from .checks import (
@@ -496,7 +497,7 @@ class FakeRun:
             self.job,
             self.data,
             model,
-            self.data.new_sizer(),
+            MicroBatchSizer(layout=self.data.configured_layout, memory=self.job.memory),
             second=second,
             to_device=self.device.move_batch,
             new_optimizer=self._new_optimizer,

@@ -101,13 +101,12 @@ class LimitFinder:
     Args:
         job: context of the run.
         data: rows of the run.
-        trains: whether the run trains after the search. If a trial of an earlier attempt ended all
-            ranks, at most half of its rows are tried.
         event: function that logs an event: a kind, a message and facts.
 
     Attributes:
         path: file ``probe.json``; a result in it is reused after one trial.
-        lost: record of an attempt that ended on all ranks; None in a preview and without a run.
+        lost: record of an attempt that ended on all ranks. At most half of the rows of its trial
+            are tried.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class LimitFinder:
         job: Job,
         data: Data,
         *,
-        trains: bool = False,
         event: Callable[..., object] = lambda kind, message, **facts: None,
     ) -> None:
         self._job = job
@@ -125,9 +123,7 @@ class LimitFinder:
         self._rounds = (
             job.settings.probe.round_to_power_of_two and job.settings.use_maximum_batch_size
         )
-        self.lost = None
-        if trains:
-            self.lost = LostRun(job, trials_name=settings_name(job, data))
+        self.lost = LostRun(job, trials_name=settings_name(job, data))
         self._event = event
         self.path = Path(job.cfg.output_dir) / "adaptive_batch" / "probe.json"
 
@@ -187,7 +183,7 @@ class LimitFinder:
         most_rows = min(self._settings.probe.maximum, usable_rows)
         # A trial of an earlier attempt that ended all ranks would end them again, so try at most
         # half of its rows.
-        lost_rows = self.lost.trial_rows(key) if self.lost else None
+        lost_rows = self.lost.trial_rows(key)
         if lost_rows:
             most_rows = min(most_rows, lost_rows // 2)
         return max(1, most_rows)
@@ -228,7 +224,7 @@ class LimitFinder:
             sizer.load_state_dict(saved_limits)
             sizer.count_out_of_memory(num_in_search)
         # An earlier run on several ranks ended with an OOM before it could save a smaller limit.
-        lost_limit = self.lost.limit(sizer.conditions()) if self.lost else None
+        lost_limit = self.lost.limit(sizer.conditions())
         if lost_limit is not None:
             sizer.start_below(lost_limit)
             limit = batches.limit
@@ -321,7 +317,7 @@ class LimitFinder:
             )
             self._event("batch_norm", message)
         for key in TRIALS:
-            rows = self.lost.trial_rows(key) if self.lost else None
+            rows = self.lost.trial_rows(key)
             if rows:
                 message = (
                     f"{key}={rows}: this trial ended all ranks, so whether they fit is not known;"
@@ -411,10 +407,7 @@ class LimitFinder:
         )
         fitting_rows = result.max_batch_size
         if isinstance(size, int) and size > fitting_rows:
-            remedy = (
-                f"of up to {result.maximum} rows that were tried, {fitting_rows} fit; give"
-                f" {fitting_rows} or less, or auto"
-            )
+            remedy = f"{result.describe()}; give {fitting_rows} or less, or auto"
             raise SettingError("reference_micro_batch_size", size, remedy)
         return result
 

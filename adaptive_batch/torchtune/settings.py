@@ -18,7 +18,6 @@ from adaptive_batch.data import LAYOUT_KINDS, UNIFORM, Batching
 from adaptive_batch.errors import SettingError
 from adaptive_batch.estimate import parse_devices
 from adaptive_batch.memory import check_device_memory, parse_size
-from adaptive_batch.probe import needs_times
 from adaptive_batch.schedules import (
     RULES,
     UNITS,
@@ -366,7 +365,7 @@ class Settings(Batching):
     def chooses_fastest(self) -> bool:
         """True if a search chooses the fastest micro-batches, not the largest."""
         # With the optimizer in backward, a step is one micro-batch, so there is no choice.
-        is_timed = needs_times(self.probe.objective) and not self.optimizer_in_bwd
+        is_timed = self.probe.times_micro_batches and not self.optimizer_in_bwd
         return self.micro_batch_limit == "auto" and is_timed
 
     @property

@@ -2,14 +2,12 @@
 
 from .adaptive_step import AdaptiveStep
 from .bound_search import (
-    BoundSearch,
     LongestRows,
     ProbeOptions,
     SearchScope,
     TriedStep,
     find_limit,
     find_max_batch_size,
-    kinds_to_choose_from,
 )
 from .evaluation_parts import EvaluationParts
 from .loop import AdaptiveLoop
@@ -35,6 +33,7 @@ from .step_result import (
     StepResult,
     norm_to_clip,
 )
+from .throughput import kinds_to_choose_from
 
 __all__ = [
     "ON_NONFINITE_LOSS",
@@ -43,7 +42,6 @@ __all__ = [
     "AdaptiveLoop",
     "AdaptiveRate",
     "AdaptiveStep",
-    "BoundSearch",
     "EvaluationParts",
     "FullBatchLoss",
     "LimitChange",

@@ -1,19 +1,14 @@
-"""The search for the largest batch that fits in a whole training step, and for the fastest
-micro-batches within it.
-"""
+"""The search for the largest batch that fits in a whole training step."""
 
 from __future__ import annotations
 
 import logging
 import math
 import os
-import time
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +23,12 @@ from adaptive_batch._util import (
     check_whole,
     count,
     format_bytes,
+    is_emulated,
     one_of,
     option,
 )
 from adaptive_batch.data import (
     MicroBatch,
-    MicroBatchLayout,
     MicroBatchLimit,
     largest_rows,
     longest_rows,
@@ -54,16 +49,13 @@ from adaptive_batch.memory import (
     storage_bytes,
 )
 from adaptive_batch.probe import (
-    OBJECTIVES,
     BinarySearch,
     DryRun,
-    FastestSearch,
     Halving,
     Predictive,
     ProbeResult,
     Search,
     Store,
-    Throughput,
     Trial,
     TrialStep,
     run_search,
@@ -71,37 +63,21 @@ from adaptive_batch.probe import (
 )
 
 from .gradients import SavedGradients
-from .model_checks import (
-    Compilations,
-    check_parameters,
-    fewest_rows,
-    gradients_must_come,
-    is_compiled,
-)
+from .model_checks import check_parameters, fewest_rows, gradients_must_come, is_compiled
 from .parts import BatchSource, arrays_in
 from .recipe_step import REFERENCE
 from .sizing import MicroBatchSizer
 from .splitters import RowSplitter
 from .step import Step
+from .throughput import ThroughputSearch
 
 log = logging.getLogger("adaptive_batch")
 
 SEARCHES = ("predict", "binary", "halve")
+OBJECTIVES = ("throughput", "largest")
 
 # Steps of a trial with training's own lengths, which fragment the allocator's cache.
 _DRAWN_STEPS = 12
-# A timed sample has the tokens of this number of the largest micro-batches, or of one step if that
-# has fewer.
-_LARGEST_IN_SAMPLE = 2
-# Minimum number of rows from which timed samples are taken.
-_SAMPLED_ROWS = 256
-# Minimum number of tokens of a timed sample: the time of fewer is noise.
-_MIN_TOKENS = 1024
-# Rows of a pass that warms up a compiled model, and the maximum number of passes.
-_WARM_ROWS = 8
-_WARM_PASSES = 6
-# Maximum number of compiled variants of a function in a layout: torch's default.
-_MAX_VARIANTS = 8
 
 
 class MeasuredRows(Protocol):
@@ -342,6 +318,11 @@ class ProbeOptions:
     def __post_init__(self) -> None:
         check_options(self)
 
+    @property
+    def times_micro_batches(self) -> bool:
+        """True if `auto` times micro-batches; under `adaptive-batch emulate` it never does."""
+        return self.objective == "throughput" and not is_emulated()
+
 
 @dataclass(frozen=True)
 class SearchScope:
@@ -486,7 +467,15 @@ class BoundSearch:
                 resident_bytes = distributed.maximum(self._dry_run.resident_bytes)
                 result = self._search(budget, resident_bytes)
                 if self._scope.layouts and result.max_batch_size and result.throughput is None:
-                    result = replace(result, throughput=self._find_fastest(result.max_batch_size))
+                    if compiles:
+                        # Timed micro-batches have more shapes than torch compiles by default.
+                        config: Any = torch.compiler.config
+                        variants = {"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}
+                        stack.enter_context(config.patch(variants))
+                    search = ThroughputSearch(
+                        self._tried, self._dry_run, self._scope, result.max_batch_size
+                    )
+                    result = replace(result, throughput=search.run())
         finally:
             if compiles:
                 # Training must not share the compiler's limit of variants with trials.
@@ -528,16 +517,6 @@ class BoundSearch:
             format_bytes(self._budget),
             100 * self.headroom,
         )
-
-    def _find_fastest(self, max_batch_size: int) -> Throughput | None:
-        """Return the fastest micro-batches within the bound; None if none can be chosen."""
-        search = ThroughputSearch(self._tried, self._dry_run, self._scope, max_batch_size)
-        if not is_compiled(self._tried.engine.model):
-            return search()
-        config: Any = torch.compiler.config
-        # Timed micro-batches have more shapes than torch compiles by default.
-        with config.patch({"recompile_limit": 2**20, "accumulated_recompile_limit": 2**20}):
-            return search()
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:
         """Try the result of an earlier search; search if there is none or it no longer fits."""
@@ -627,143 +606,6 @@ class BoundSearch:
             resident_bytes=resident_bytes,
             granularity_bytes=self._memory.granularity_bytes,
         )
-
-
-class ThroughputSearch:
-    """Finds the micro-batches with the most real tokens per second.
-
-    A compiled model first runs micro-batches of new shapes in each layout until nothing is
-    compiled, so that no compilation is timed. A layout that keeps recompiling is not chosen, since
-    training would recompile too.
-
-    Args:
-        tried: step of training that trials run.
-        dry_run: entered dry run; measures and undoes trials.
-        scope: candidate layouts, and rows of trials with an order of training.
-        max_batch_size: the most rows of trials that fit at once.
-    """
-
-    def __init__(
-        self,
-        tried: TriedStep,
-        dry_run: DryRun,
-        scope: SearchScope,
-        max_batch_size: int,
-    ) -> None:
-        assert scope.rows.in_order is not None, "timed rows need the order of training"
-        self._tried = tried
-        self._dry_run = dry_run
-        self._kinds = scope.layouts
-        self._in_order = scope.rows.in_order
-        self._sizer = tried.engine.sizer
-        self._longest = self._sizer.layout.padded(scope.rows.length)
-        self._step_rows = scope.timed_rows or max_batch_size
-        self._max_batch_size = max_batch_size
-        self._rows = self._in_order(0, max(self._step_rows, _SAMPLED_ROWS))
-        self._lengths = list(map(tried.row_length, self._rows))
-
-    def __call__(self) -> Throughput | None:
-        """Return the fastest micro-batches; None if none fit, or all layouts keep recompiling."""
-        began = time.perf_counter()
-        layouts = [replace(self._sizer.layout, kind=kind) for kind in self._kinds]
-        if is_compiled(self._tried.engine.model):
-            layouts = list(filter(self._stops_compiling, layouts))
-        search = FastestSearch(
-            partial(self._time, self._rows),
-            lengths=self._sample(),
-            step_rows=self._step_rows,
-            layouts=layouts,
-            limits=self._limits,
-        )
-        for choice in search():
-            # The timed rows are shorter than the longest, so the choice may not fit.
-            layout = self._sizer.layout.of_kind(choice.kind, time=choice.time)
-            with self._sizer.trying(layout):
-                trial = self._dry_run(layout.rows_within(choice.limit, self._longest))
-            if trial.fits:
-                return replace(choice, seconds=time.perf_counter() - began)
-        return None
-
-    def _sample(self) -> list[int]:
-        """Return the lengths of the first rows, which are timed."""
-        tokens_of_first_rows = list(accumulate(self._lengths))
-        largest_tokens = self._max_batch_size * self._longest
-        step_tokens = tokens_of_first_rows[self._step_rows - 1]
-        sample_tokens = max(_MIN_TOKENS, min(_LARGEST_IN_SAMPLE * largest_tokens, step_tokens))
-        num_rows = bisect_left(tokens_of_first_rows, sample_tokens) + 1
-        return self._lengths[:num_rows]
-
-    def _limits(self, layout: MicroBatchLayout) -> tuple[MicroBatchLimit, MicroBatchLimit]:
-        """Return the smallest and the largest useful limit of a layout that may fit."""
-        unit = self._sizer.limit().unit if layout.kind == "padded" else "tokens"
-        smallest = layout.amount(1, self._longest, unit=unit)
-        # More than the largest whole step is of no use.
-        step_amount = self._step_rows
-        if unit == "tokens":
-            step_amount = max(
-                layout.run_tokens(self._lengths[begin : begin + self._step_rows])
-                for begin in range(0, len(self._lengths), self._step_rows)
-            )
-        largest = max(smallest, min(self._max_batch_size * smallest, step_amount))
-        return MicroBatchLimit(smallest, unit), MicroBatchLimit(largest, unit)
-
-    def _stops_compiling(self, layout: MicroBatchLayout) -> bool:
-        """Run new rows in micro-batches of a layout until nothing is compiled; return False if a
-        function has too many variants.
-        """
-        smallest, largest = self._limits(layout)
-        quarter = max(smallest.amount, largest.amount // 4)
-        with Compilations() as compilations:
-            for begin in range(0, _WARM_PASSES * _WARM_ROWS, _WARM_ROWS):
-                rows = self._in_order(begin, _WARM_ROWS)
-                lengths = list(map(self._tried.row_length, rows))
-                number_before = compilations.number
-                for amount in (quarter, largest.amount):
-                    limit = replace(largest, amount=amount)
-                    for micro_batch in micro_batches(lengths, limit, layout):
-                        self._time(rows, layout, [micro_batch])
-                most_variants = max(map(len, compilations.variants.values()), default=0)
-                if distributed.any_of_ranks(most_variants > _MAX_VARIANTS):
-                    log.info("%s micro-batches are excluded: they are recompiled", layout.kind)
-                    return False
-                if not distributed.any_of_ranks(compilations.number > number_before):
-                    break
-        return True
-
-    def _time(
-        self, rows: Sequence[Any], layout: MicroBatchLayout, batches: Sequence[MicroBatch]
-    ) -> float | None:
-        """Return the seconds of micro-batches of rows; None if they do not fit."""
-        runs = [
-            partial(
-                self._tried.try_rows,
-                [rows[row] for row in micro_batch.rows],
-                is_last=micro_batch is batches[-1],
-            )
-            for micro_batch in batches
-        ]
-        with self._sizer.trying(layout):
-            return self._dry_run.time_runs(runs)
-
-
-def kinds_to_choose_from(
-    why_not_packed: Callable[[], str], *, configured: str | None, uniform: str | None = None
-) -> tuple[str, ...]:
-    """Return the kinds of layouts that a configuration allows. A collective.
-
-    Args:
-        why_not_packed: function that returns why packed rows would train the model differently
-            from padded rows; empty if they would not.
-        configured: configured kind; None allows several.
-        uniform: see :class:`.MicroBatchLayout`.
-    """
-    if configured:
-        return (configured,)
-    if uniform:
-        return ("padded",)
-    if why_not_packed():
-        return ("grouped",)
-    return ("grouped", "packed")
 
 
 def find_limit(

@@ -24,22 +24,17 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
-from adaptive_batch.probe import ProbeResult, needs_times
+from adaptive_batch.probe import ProbeResult
 
 from .adaptive_step import PartStep
-from .bound_search import (
-    LongestRows,
-    ProbeOptions,
-    SearchScope,
-    TriedStep,
-    kinds_to_choose_from,
-)
+from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows, packed_lengths, why_not_packed
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
 from .step_result import StepResult
+from .throughput import kinds_to_choose_from
 
 private = PrivateNames("memory estimates")
 
@@ -350,7 +345,7 @@ class RowStep(PartStep):
         must_time_layouts = (
             self.sizer.micro_batch_tokens == "auto" and self.sizer.throughput is None
         )
-        if must_time_layouts and needs_times(options.objective):
+        if must_time_layouts and options.times_micro_batches:
             layouts = self._compare_layouts()
         scope = SearchScope(
             self.longest_rows(order),

@@ -14,7 +14,6 @@ from adaptive_batch._util import (
     count,
     from_json,
     replaced,
-    rows_fit,
 )
 from adaptive_batch.data import NO_LIMIT, MicroBatch, MicroBatchLayout, MicroBatchLimit
 from adaptive_batch.errors import SettingError
@@ -210,16 +209,14 @@ class MicroBatchSizer:
 
     # --- what may run at once ---------------------------------------------------------------------
 
-    def limit(self, batch_size: int = NO_LIMIT, *, is_lowered: bool = True) -> MicroBatchLimit:
+    def limit(self, batch_size: int = NO_LIMIT) -> MicroBatchLimit:
         """Return the current limit of a micro-batch.
 
         Args:
             batch_size: most rows at once if no size is configured.
-            is_lowered: whether to include the limit that an OOM has lowered; False for the
-                configured or found limit.
         """
         limit = self._limit_of_settings(batch_size)
-        lowered = self._lowered if is_lowered else None
+        lowered = self._lowered
         if lowered is None or lowered.unit != limit.unit or lowered.amount >= limit.amount:
             return limit
         return lowered
@@ -270,16 +267,12 @@ class MicroBatchSizer:
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
         max_rows = result.max_batch_size
-        length = result.sequence_length
-        max_tokens = self.layout.amount(max_rows, length, unit="tokens")
+        max_tokens = self.layout.amount(max_rows, result.sequence_length, unit="tokens")
         if isinstance(rows, int) and rows > max_rows:
-            remedy = f"{rows_fit(max_rows)}; give {max_rows} or less"
+            remedy = f"{result.describe()}; give {max_rows} or less"
             raise SettingError("micro_batch_size", rows, remedy)
         if isinstance(tokens, int) and tokens > max_tokens:
-            remedy = (
-                f"{count(max_rows, 'row')} of {length} tokens fit; give {max_tokens} or less, or"
-                " auto"
-            )
+            remedy = f"{result.describe()}; give {max_tokens} or less, or auto"
             raise SettingError("micro_batch_tokens", tokens, remedy)
 
     def set_bound(self, result: ProbeResult) -> None:
@@ -294,12 +287,10 @@ class MicroBatchSizer:
             fitting = self.layout.amount(self.max_batch_size, self.tried_length, unit=limit.unit)
             limit = replace(limit, amount=min(limit.amount, fitting))
             self.throughput = replace(self.throughput, limit=limit)
-        if result.throughput is not None:
-            self._choose(result.throughput)
-
-    def _choose(self, fastest: Throughput) -> None:
-        self.throughput = fastest
-        self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
+        fastest = result.throughput
+        if fastest is not None:
+            self.throughput = fastest
+            self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
 
     # --- out of memory ----------------------------------------------------------------------------
 
@@ -345,7 +336,7 @@ class MicroBatchSizer:
         """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
         if self._lowered is None or self._good_steps < self._steps_before_retry:
             return False
-        return self.limit().amount != self.limit(is_lowered=False).amount
+        return self.limit() != self._limit_of_settings(NO_LIMIT)
 
     @property
     def _steps_before_retry(self) -> int:
@@ -441,7 +432,9 @@ class MicroBatchSizer:
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
-            self._choose(from_json(Throughput, saved))
+            fastest: Throughput = from_json(Throughput, saved)
+            self.throughput = fastest
+            self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a search or without one.

@@ -47,9 +47,8 @@ class HeldSizer(MicroBatchSizer):
         # Limit of the sizers of other passes; None for the configured one.
         self.limit_of_others: MicroBatchLimit | None = None
 
-    def limit(self, batch_size: int = 0, *, is_lowered: bool = True) -> MicroBatchLimit:
-        """Return the current limit, or the one before OOMs."""
-        return (self._lowered if is_lowered else None) or self._full_limit
+    def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
+        return self._full_limit
 
     def for_other_pass(
         self, kind: str, rows: int | str, layout: MicroBatchLayout

@@ -11,6 +11,7 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
 from adaptive_batch.torchtune import Data, Job, LimitFinder, RunStore, Settings, Trainer
 from adaptive_batch.torchtune.configuration import merged
+from adaptive_batch.training import MicroBatchSizer
 
 
 def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[LimitFinder, Trainer]:
@@ -22,7 +23,13 @@ def set_up(small: SmallSetup, *overrides: str, began_on: int = 1) -> tuple[Limit
     data = Data.read(job)
     finder = LimitFinder(job, data)
     finder.check()
-    return finder, Trainer.load(job, data, RunStore(job).weights, data.new_sizer())
+    sizer = MicroBatchSizer(
+        micro_batch_size=job.settings.micro_batch_size,
+        micro_batch_tokens=job.settings.micro_batch_tokens,
+        layout=data.configured_layout,
+        memory=job.memory,
+    )
+    return finder, Trainer.load(job, data, RunStore(job).weights, sizer)
 
 
 def searched(small: SmallSetup, *overrides: str, began_on: int = 1) -> ProbeResult:
@@ -51,7 +58,7 @@ def test_the_error_of_a_reference_that_was_not_tried_gives_the_tried_rows(
 ) -> None:
     options = ("reference_micro_batch_size=16", "probe.maximum=2")
     finder, trainer = set_up(small, *LORA, *write_pairs(small), *options)
-    with pytest.raises(SettingError, match="of up to 2 rows that were tried, 2 fit; give 2 or"):
+    with pytest.raises(SettingError, match=r"of up to 2 rows of \d+ tokens found that 2 rows fit"):
         finder.search_reference(trainer, batch_size=2)
 
 

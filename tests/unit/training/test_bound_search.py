@@ -19,13 +19,12 @@ from adaptive_batch.memory import device_memory
 from adaptive_batch.memory.device import CountedMemory
 from adaptive_batch.training import (
     AdaptiveStep,
-    BoundSearch,
     MicroBatchSizer,
     ProbeOptions,
     SearchScope,
     find_max_batch_size,
 )
-from adaptive_batch.training.bound_search import LongestRows, TriedStep
+from adaptive_batch.training.bound_search import BoundSearch, LongestRows, TriedStep
 from adaptive_batch.training.step import Step
 
 ROW = collate(make_rows((17,)))

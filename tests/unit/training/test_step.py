@@ -111,3 +111,18 @@ def test_other_errors_and_an_oom_without_retries_are_raised_unchanged(retries, e
         step.engine.run(step_rows(0))
     assert caught.value is error
     assert (len(step.shapes_run), step.changes, step.engine.sizer.limit()) == (2, [], FOUR)
+
+
+def test_an_attempt_after_an_oom_makes_room_for_its_largest_micro_batch(monkeypatch):
+    """The allocator's cache was emptied, so that also a smaller micro-batch needs new blocks."""
+    step = Step()
+    sizes = []
+
+    def make_room():
+        sizes.append(step.engine.largest_size)
+
+    monkeypatch.setattr(step.engine.memory, "make_room_for_larger", make_room)
+    step.too_large = lambda tokens: len(tokens) > 2
+    for _ in range(2):
+        step.engine.run(rows(8, 8, 8, 8))
+    assert sizes == [4 * 8, 2 * 8]
