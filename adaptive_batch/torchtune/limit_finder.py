@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -296,15 +296,12 @@ class LimitFinder:
             layouts=layouts,
             timed_rows=timed_rows,
         )
-        return self.find(
-            trainer,
-            scope,
-            maximum=self.most_rows,
-            kind="bound",
-            target="the largest batch",
-            rounds=self._rounds,
-            path=self.path,
+        options = replace(
+            settings.probe, maximum=self.most_rows, round_to_power_of_two=self._rounds
         )
+        store = self._store(self.path, scope)
+        results = find_limit(trainer.tried(), scope, options, store=store)
+        return self._log_searches(trainer, results, kind="bound", target="the largest batch")
 
     def _log_notes(self, trainer: Trainer) -> None:
         """Log a model whose results depend on micro-batches, and trials that ended all ranks."""
@@ -397,13 +394,16 @@ class LimitFinder:
         else:
             usable_rows = batch_size * settings.gradient_accumulation_steps
         trial_rows = self._data.trial_rows(settings.probe.sequence_length)
-        result = self.find(
-            trainer,
-            SearchScope(trial_rows, reference=trainer.engine.try_reference),
+        scope = SearchScope(trial_rows, reference=trainer.engine.try_reference)
+        options = replace(
+            settings.probe,
             maximum=self.rows_to_try(usable_rows, "trial_rows_reference"),
-            kind="reference_bound",
-            target="rows of the reference at once",
-            path=self.path.with_name("probe_reference.json"),
+            round_to_power_of_two=False,
+        )
+        store = self._store(self.path.with_name("probe_reference.json"), scope)
+        results = find_limit(trainer.tried(), scope, options, store=store)
+        result = self._log_searches(
+            trainer, results, kind="reference_bound", target="rows of the reference at once"
         )
         fitting_rows = result.max_batch_size
         if isinstance(size, int) and size > fitting_rows:
@@ -413,37 +413,18 @@ class LimitFinder:
 
     # --- any search -------------------------------------------------------------------------------
 
-    def find(
-        self,
-        trainer: Trainer,
-        scope: SearchScope,
-        *,
-        maximum: int,
-        kind: str,
-        target: str,
-        rounds: bool = False,
-        path: Path,
+    def _log_searches(
+        self, trainer: Trainer, results: Sequence[ProbeResult], *, kind: str, target: str
     ) -> ProbeResult:
-        """Search with the options of the run, and log the results; see :func:`find_limit`.
-
-        The sizer of training counts the out-of-memory errors of the trials.
+        """Log the results of :func:`find_limit`, and return the last one, which replaces the
+        others. The sizer of training counts the out-of-memory errors of the trials.
 
         Args:
             trainer: trainer of the run.
-            scope: rows and pass to search with.
-            maximum: most rows to try, see :meth:`rows_to_try`.
+            results: result of each search.
             kind: kind of the events.
             target: target of the search, for their messages.
-            rounds: whether to also try the power of two at or below the maximum.
-            path: file that keeps the results.
-
-        Raises:
-            DoesNotFitError: one row does not fit.
         """
-        probe = self._settings.probe
-        options = replace(probe, maximum=distributed.minimum(maximum), round_to_power_of_two=rounds)
-        store = self._store(path, scope)
-        results = find_limit(trainer.tried(), scope, options, store=store)
         for result in results:
             trainer.engine.sizer.count_out_of_memory(result.num_out_of_memory)
             self._event(
@@ -456,7 +437,6 @@ class LimitFinder:
                 from_cache=result.from_cache,
                 search=result.record(),
             )
-        # A second search, with gradients in memory, replaces the first.
         return results[-1]
 
     def _store(self, path: Path, scope: SearchScope) -> Store:

@@ -22,7 +22,6 @@ from adaptive_batch.training import (
     RowLoss,
     RowReference,
     TriedStep,
-    kinds_to_choose_from,
     norm_to_clip,
     pack_rows,
     why_not_packed,
@@ -215,16 +214,15 @@ class Trainer:
     def layout_kinds(self) -> tuple[str, ...]:
         """Layouts that a search may choose from. The first read is a collective."""
         settings = self._job.settings
-        configured = settings.micro_batch_layout
+        if settings.micro_batch_layout is not None:
+            return (settings.micro_batch_layout,)
         # The noise scale compares a step with a random subset of it. Other layouts sort rows by
         # length, so their micro-batches are no random subsets.
-        if configured is None and settings.measures_noise:
-            configured = "padded"
-        return kinds_to_choose_from(
-            lambda: self._data.why_unpacked or self.why_not_packed(),
-            configured=configured,
-            uniform=settings.uniform_micro_batches,
-        )
+        if settings.uniform_micro_batches or settings.measures_noise:
+            return ("padded",)
+        if self._data.why_unpacked or self.why_not_packed():
+            return ("grouped",)
+        return ("grouped", "packed")
 
     def check_layout(self) -> None:
         """Check that rows can be packed if the settings ask for it. A collective.

@@ -33,7 +33,6 @@ from .step_result import (
     StepResult,
     norm_to_clip,
 )
-from .throughput import kinds_to_choose_from
 
 __all__ = [
     "ON_NONFINITE_LOSS",
@@ -68,7 +67,6 @@ __all__ = [
     "find_max_batch_size",
     "has_batch_norm",
     "isolated_rows",
-    "kinds_to_choose_from",
     "norm_to_clip",
     "pack_rows",
     "raise_if_answers_differ",

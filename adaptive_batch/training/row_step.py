@@ -34,7 +34,6 @@ from .packing import isolated_rows, pack_rows, packed_lengths, why_not_packed
 from .parts import BatchSource, Part, RowsOfBatch
 from .step import RankReport
 from .step_result import StepResult
-from .throughput import kinds_to_choose_from
 
 private = PrivateNames("memory estimates")
 
@@ -376,9 +375,10 @@ class RowStep(PartStep):
         """Return the layouts that a search may choose, which all train the model alike. A
         collective.
         """
-        return kinds_to_choose_from(
-            self._why_not_packed, configured=self._options.micro_batch_layout
-        )
+        configured = self._options.micro_batch_layout
+        if configured is not None:
+            return (configured,)
+        return ("grouped",) if self._why_not_packed() else ("grouped", "packed")
 
     def _why_not_packed(self) -> str:
         """Return the reason why packed rows would train the model differently from padded rows;

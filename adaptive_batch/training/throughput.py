@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -257,23 +257,3 @@ class ThroughputSearch:
         ]
         with self._sizer.trying(layout):
             return self._dry_run.time_runs(runs)
-
-
-def kinds_to_choose_from(
-    why_not_packed: Callable[[], str], *, configured: str | None, uniform: str | None = None
-) -> tuple[str, ...]:
-    """Return the kinds of layouts that a configuration allows. A collective.
-
-    Args:
-        why_not_packed: function that returns why packed rows would train the model differently
-            from padded rows; empty if they would not.
-        configured: configured kind; None allows several.
-        uniform: see :class:`.MicroBatchLayout`.
-    """
-    if configured:
-        return (configured,)
-    if uniform:
-        return ("padded",)
-    if why_not_packed():
-        return ("grouped",)
-    return ("grouped", "packed")
