@@ -1,7 +1,7 @@
 """Lengths of rows, samplers by rows and by token budget, micro-batches, balance across ranks."""
 
 from .adaptive_batches import AdaptiveBatches
-from .batches import Batches, PlannedRows
+from .batches import Batches
 from .dataset import (
     IGNORE_INDEX,
     DatasetAdapter,
@@ -21,7 +21,6 @@ from .layouts import (
     MicroBatchTime,
     balance_by_rows,
     balance_by_tokens,
-    largest_divisor,
     micro_batches,
     split_by_rows,
 )
@@ -51,7 +50,6 @@ __all__ = [
     "MicroBatchLimit",
     "MicroBatchTime",
     "PlannedEpoch",
-    "PlannedRows",
     "ReadAhead",
     "RowLength",
     "RowLengths",
@@ -62,7 +60,6 @@ __all__ = [
     "check_loss",
     "count_other_bytes",
     "count_rows",
-    "largest_divisor",
     "largest_rows",
     "lengthened",
     "longest_rows",

@@ -11,7 +11,7 @@ import math
 import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heapreplace
 from itertools import accumulate, pairwise
 from operator import mul
@@ -118,10 +118,6 @@ class MicroBatchLayout:
             and self.kind != "grouped"
             and self.uniform not in ("lengths", "both")
         )
-
-    def of_kind(self, kind: str, *, time: MicroBatchTime) -> MicroBatchLayout:
-        """Return the layout with another kind and model of time."""
-        return replace(self, kind=kind, time=time)
 
     def padded(self, length: int) -> int:
         """Return the tokens that rows of up to `length` tokens are padded to, at least 1."""

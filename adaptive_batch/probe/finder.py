@@ -29,8 +29,6 @@ log = logging.getLogger("adaptive_batch")
 _FORMAT = 4
 # Number of older records that a file keeps.
 _KEPT = 31
-# Stands for an unknown number of bytes in a minimum over ranks.
-_UNKNOWN_BYTES = 2**62
 
 
 @dataclass(frozen=True)
@@ -326,30 +324,22 @@ def combine_over_ranks(trial: Trial) -> Trial:
     It fits if it fits on all ranks. Peaks are the largest, the peak before an OOM is the lowest,
     and the trace is that of rank zero, which has the largest shards.
     """
-    if distributed.world_size() == 1:
-        return trial
-    fails = not trial.fits
-    # A rank with retries does not fit, but has not run out of memory.
-    runs_out = fails and not trial.retried
-    # An unknown value is one that loses against all others: -1 in a maximum, _UNKNOWN_BYTES in a
-    # minimum.
-    peaks = [
-        -1 if peak is None else peak for peak in (trial.peak_bytes, trial.optimizer_peak_bytes)
+    trials = distributed.all_gather(replace(trial, trace=None))
+    failed = [each for each in trials if not each.fits]
+    peaks = [each.peak_bytes for each in trials if each.peak_bytes is not None]
+    optimizer_peaks = [
+        each.optimizer_peak_bytes for each in trials if each.optimizer_peak_bytes is not None
     ]
-    held_bytes = _UNKNOWN_BYTES if trial.held_bytes is None else trial.held_bytes
-    # The minimum of held_bytes is minus the maximum of -held_bytes.
-    any_fails, any_runs_out, peak_bytes, optimizer_peak_bytes, minus_held_bytes = (
-        distributed.all_reduce_max([fails, runs_out, *peaks, -held_bytes])
-    )
-    trace = None if any_fails else distributed.from_rank_zero(lambda: trial.trace)
+    held = [each.held_bytes for each in trials if each.held_bytes is not None]
     return Trial(
         trial.batch_size,
-        not any_fails,
-        None if peak_bytes < 0 else peak_bytes,
-        None if optimizer_peak_bytes < 0 else optimizer_peak_bytes,
-        trace,
-        retried=bool(any_fails and not any_runs_out),
-        held_bytes=None if minus_held_bytes == -_UNKNOWN_BYTES else -minus_held_bytes,
+        not failed,
+        max(peaks, default=None),
+        max(optimizer_peaks, default=None),
+        None if failed else distributed.from_rank_zero(lambda: trial.trace),
+        # A rank with retries does not fit, but has not run out of memory.
+        retried=bool(failed) and all(each.retried for each in failed),
+        held_bytes=min(held, default=None),
     )
 
 

@@ -120,13 +120,9 @@ class DryRun:
         self.optimizer_peak_bytes: int | None = None
         self.min_rows_seconds = math.inf
         self._model = model
-        self._in_backward: OptimizerInBackward | None = None
+        self._in_backward = optimizer if isinstance(optimizer, OptimizerInBackward) else None
         # Empty if the optimizer runs in backward, which undoes its own steps.
-        self._optimizers: list[Optimizer] = []
-        if isinstance(optimizer, OptimizerInBackward):
-            self._in_backward = optimizer
-        else:
-            self._optimizers = [optimizer]
+        self._optimizers = [optimizer] if isinstance(optimizer, Optimizer) else []
         self._forward_backward = forward_backward
         self._step = step
         self._memory = memory

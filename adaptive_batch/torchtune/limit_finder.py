@@ -206,7 +206,7 @@ class LimitFinder:
         trainer.check_layout()
         # Load the saved timings first, so that the search does not time micro-batches again.
         if settings.chooses_fastest and saved_limits:
-            sizer.load_throughput(saved_limits, kinds=trainer.layout_kinds)
+            sizer.load_throughput(saved_limits, kinds=trainer.allowed_layouts())
         if settings.searches_training:
             result = self.search_training(
                 trainer,
@@ -286,7 +286,7 @@ class LimitFinder:
             timed_rows = settings.whole_step_rows or 0
             if settings.batch_tokens and not settings.grows:
                 timed_rows = mean_rows(settings.batch_tokens, self._data.dataset.lengths)
-            layouts = trainer.layout_kinds
+            layouts = trainer.allowed_layouts()
         # If the run began with more ranks, each rank now has more rows of a step.
         has_fewer_ranks = self._job.ranks > distributed.data_parallel_size()
         scope = SearchScope(

@@ -373,7 +373,7 @@ class Settings(Batching):
         """Rows of each step on one device, if ``auto`` searches for the micro-batch: more need not
         be tried. None without ``auto``, or if steps have different numbers of rows.
         """
-        step_varies = self.batch_changes or self.grows or self.batch_tokens is not None
+        step_varies = self.use_maximum_batch_size or self.grows or self.batch_tokens is not None
         if step_varies or self.micro_batch_limit != "auto":
             return None
         return self.step_rows

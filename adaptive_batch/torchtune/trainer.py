@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +120,7 @@ class Trainer:
             # The reference's values of a row do not depend on the other rows, so rows of similar
             # length may run together, which needs the least padding.
             if layout.uniform is None:
-                layout = layout.of_kind("grouped", time=layout.time)
+                layout = replace(layout, kind="grouped")
             self.reference_sizer = sizer.for_other_pass("reference_limit", reference_rows, layout)
             reference = RowReference(
                 partial(task.reference_values, self),
@@ -210,9 +211,8 @@ class Trainer:
             pack=partial(pack_rows, ignore_index=task.ignore_index),
         )
 
-    @cached_property
-    def layout_kinds(self) -> tuple[str, ...]:
-        """Layouts that a search may choose from. The first read is a collective."""
+    def allowed_layouts(self) -> tuple[str, ...]:
+        """Return the layouts that a search may choose from. A collective."""
         settings = self._job.settings
         if settings.micro_batch_layout is not None:
             return (settings.micro_batch_layout,)

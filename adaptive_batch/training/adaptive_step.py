@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -294,7 +295,7 @@ class LabelShares(Weighting[list[Any]]):
         rows = self._rows
         layout = self._step.sizer.layout
         if rows.is_packed:
-            layout = layout.of_kind("packed", time=layout.time)
+            layout = replace(layout, kind="packed")
         needs_lengths = not layout.keeps_order(limit)
         if not needs_lengths and not rows.knows_lengths:
             # Reading lengths from tensors would wait for the device.

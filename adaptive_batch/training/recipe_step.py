@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -603,7 +603,7 @@ class RecipeStep(Step):
         """
         # Use the time model of training, by which the layout avoids larger micro-batches that are
         # slower because of more padding.
-        layout = attempts.sizer.layout.of_kind(kind, time=self.sizer.layout.time)
+        layout = replace(attempts.sizer.layout, kind=kind, time=self.sizer.layout.time)
         lengths = list(map(loss.row_length, rows))
         has_dummies = distributed.world_size() > 1
         dummies = [loss.some_row()] if has_dummies else []

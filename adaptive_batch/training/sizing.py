@@ -290,7 +290,7 @@ class MicroBatchSizer:
         fastest = result.throughput
         if fastest is not None:
             self.throughput = fastest
-            self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
+            self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
 
     # --- out of memory ----------------------------------------------------------------------------
 
@@ -434,7 +434,7 @@ class MicroBatchSizer:
         if saved and saved["kind"] in kinds:
             fastest: Throughput = from_json(Throughput, saved)
             self.throughput = fastest
-            self.layout = self.layout.of_kind(fastest.kind, time=fastest.time)
+            self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a search or without one.
