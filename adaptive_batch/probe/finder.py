@@ -242,7 +242,8 @@ def run_search(
         trial = combine_over_ranks(run_trial(size))
         seconds.append(time.perf_counter() - start)
         trials.append(trial)
-        log.info("trial %d: %s", len(trials), _outcome(trial))
+        outcome = "fits" if trial.fits else "does not fit"
+        log.info("trial %d, %s: %s", len(trials), count(size, "row"), outcome)
         return trial
 
     def rows_in_time(rows: int, duration: float) -> int:
@@ -289,19 +290,6 @@ def run_search(
         maximum=search.maximum,
         max_batch_size_with_retries=largest_retried if largest_retried > max_batch_size else None,
     )
-
-
-def _outcome(trial: Trial) -> str:
-    if trial.fits:
-        text = rows_fit(trial.batch_size)
-    else:
-        text = f"{count(trial.batch_size, 'row')} did not fit"
-    if trial.retried:
-        # Such a trial does not count as fitting.
-        text += " without a retry of the allocator"
-    if trial.peak_bytes is not None:
-        text += f", peak {format_bytes(trial.peak_bytes)}"
-    return text
 
 
 def try_again(known: ProbeResult, run_trial: Callable[[int], Trial]) -> ProbeResult | None:

@@ -28,7 +28,6 @@ from adaptive_batch._util import (
     option,
 )
 from adaptive_batch.data import (
-    MicroBatch,
     MicroBatchLimit,
     largest_rows,
     longest_rows,
@@ -455,7 +454,13 @@ class BoundSearch:
         compiles = is_compiled(engine.model)
         # The result must fit on all ranks.
         budget = distributed.minimum(self._budget)
-        self._log_start()
+        log.info(
+            "searching on %s: up to %s in %s, with %.4g%% of the memory left free",
+            self._memory.describe(),
+            count(self._maximum, "row"),
+            format_bytes(self._budget),
+            100 * self.headroom,
+        )
         # Trials also add to gradients outside of the model: set these aside, and put them back.
         gradients = SavedGradients((), lambda: None, engine.own_leaves)
         try:
@@ -482,8 +487,7 @@ class BoundSearch:
                 torch.compiler.reset()
         if self._leaves_cache:
             # The allocator's cache already has room for this micro-batch.
-            largest = MicroBatch(list(range(result.max_batch_size)), self._scope.rows.length or 1)
-            engine.largest_size = largest.size
+            engine.largest_size = result.max_batch_size * (self._scope.rows.length or 1)
         if not result.max_batch_size:
             raise DoesNotFitError(
                 f"{self._scope.rows.name} does not fit in {format_bytes(budget)};"
@@ -504,18 +508,6 @@ class BoundSearch:
             # The available memory differs a little from run to run. Round it to steps of 1%, so
             # that these runs find the result.
             round(math.log(max(1, budget), 1.01)),
-        )
-
-    def _log_start(self) -> None:
-        length = self._scope.rows.length
-        log.info(
-            "probing %s%s on %s, up to %s in %s, with %.4g%% of the memory left free",
-            "the reference on rows" if self._scope.reference else "rows",
-            f" of {count(length, 'token')}" if length else "",
-            self._memory.describe(),
-            count(self._maximum, "row"),
-            format_bytes(self._budget),
-            100 * self.headroom,
         )
 
     def _search(self, budget: int, resident_bytes: int) -> ProbeResult:

@@ -215,14 +215,14 @@ class MicroBatchSizer:
         Args:
             batch_size: most rows at once if no size is configured.
         """
-        limit = self._limit_of_settings(batch_size)
+        limit = self._limit_without_oom(batch_size)
         lowered = self._lowered
         if lowered is None or lowered.unit != limit.unit or lowered.amount >= limit.amount:
             return limit
         return lowered
 
-    def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
-        """Return the limit that is configured, or found by a search."""
+    def _limit_without_oom(self, batch_size: int) -> MicroBatchLimit:
+        """Return the configured limit, or the one that a search found, before any OOM."""
         rows = self.micro_batch_size
         tokens = self.micro_batch_tokens
         # None before a search.
@@ -336,7 +336,7 @@ class MicroBatchSizer:
         """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
         if self._lowered is None or self._good_steps < self._steps_before_retry:
             return False
-        return self.limit() != self._limit_of_settings(NO_LIMIT)
+        return self.limit() != self._limit_without_oom(NO_LIMIT)
 
     @property
     def _steps_before_retry(self) -> int:

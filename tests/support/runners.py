@@ -47,7 +47,7 @@ class HeldSizer(MicroBatchSizer):
         # Limit of the sizers of other passes; None for the configured one.
         self.limit_of_others: MicroBatchLimit | None = None
 
-    def _limit_of_settings(self, batch_size: int) -> MicroBatchLimit:
+    def _limit_without_oom(self, batch_size: int) -> MicroBatchLimit:
         return self._full_limit
 
     def for_other_pass(
