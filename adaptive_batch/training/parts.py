@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -74,6 +74,7 @@ class BatchSource:
         width: padded length of the rows; 0 if unknown.
         is_packed: whether the rows are documents of packed rows.
         cuts: whether parts may have fewer columns than the batch.
+        collates_parts: whether each part is collated by itself, so that parts cannot keep columns.
         treatment: description of the division of each key, for errors.
     """
 
@@ -81,6 +82,7 @@ class BatchSource:
     part: Callable[[Sequence[int]], Any]
     noun: ClassVar[str] = "row"
     is_packed: ClassVar[bool] = False
+    collates_parts: ClassVar[bool] = False
 
     @property
     def lengths(self) -> Sequence[int] | None:
@@ -160,7 +162,6 @@ class RowsOfBatch(BatchSource):
     Args:
         batch: tensors in mappings, or a list or tuple of these.
         trims: whether unused columns are cut.
-        row_lengths: tokens of each row, after which all columns are padding; None if unknown.
         is_divided: `is_divided` of an earlier batch. Other values are decided here.
 
     Attributes:
@@ -181,12 +182,10 @@ class RowsOfBatch(BatchSource):
         batch: Any,
         *,
         trims: bool = True,
-        row_lengths: Sequence[int] | None = None,
         is_divided: Mapping[str, bool | None] = MappingProxyType({}),
     ) -> None:
         self._batch = batch
         self._trims = trims
-        self._row_lengths = row_lengths
         self.is_divided = dict(is_divided)
         self._values = _values(batch)
         num_rows = _count_rows(self._values, is_divided)
@@ -232,8 +231,6 @@ class RowsOfBatch(BatchSource):
         if not self._trims or not self._shows_padding():
             return [self.width] * self.num_rows
         lengths = [1] * self.num_rows
-        if self._row_lengths is not None:
-            lengths = [min(length, self.width) for length in self._row_lengths]
         # The length up to a used column is its number, counted from 1.
         column_numbers = torch.arange(1, self.width + 1)
         for name, padding in _KNOWN_PADDING.items():
@@ -247,36 +244,17 @@ class RowsOfBatch(BatchSource):
     def _shows_padding(self) -> bool:
         """Return whether the batch shows which of its columns are padding."""
         mask = self._tables.get("attention_mask")
-        if mask is None:
-            # A mask of another shape would have to be cut too.
-            if self._row_lengths is None or self._values.get("attention_mask") is not None:
-                return False
-            # Rows may be padded further than to the longest, or may have other lengths than in
-            # columns. Labels show which.
-            if max(self._row_lengths) != self.width and not self._has_labels_of_columns():
-                return False
-        elif bool((mask < 0).any()):
-            # An additive mask is 0 for a token and a large negative number for padding.
+        # An additive mask is 0 for a token and a large negative number for padding.
+        if mask is None or bool((mask < 0).any()):
             return False
         tokens = self._tables.get("tokens", self._tables.get("input_ids"))
         if tokens is not None and tokens.shape[1] != self.width:
             return False
         return not any(map(self._may_be_padded, arrays_in(self._batch)))
 
-    def _has_labels_of_columns(self) -> bool:
-        labels = self._tables.get("labels")
-        # Probabilities have no value for padding.
-        return (
-            labels is not None and labels.shape[1] == self.width and not labels.is_floating_point()
-        )
-
     def _may_be_padded(self, tensor: Any) -> bool:
         """Return whether a tensor may have columns of padding that is unknown."""
-        names: Iterable[str] = (*_KNOWN_PADDING, *_OTHER_PADDED)
-        if self._row_lengths is not None:
-            # The lengths of rows show the padding of each table.
-            names = self._tables
-        if any(tensor is self._tables.get(name) for name in names):
+        if any(tensor is self._tables.get(name) for name in (*_KNOWN_PADDING, *_OTHER_PADDED)):
             return False
         dimensions = list(tensor.shape)
         if dimensions[:1] == [self.num_rows]:

@@ -31,7 +31,7 @@ from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows, packed_lengths, why_not_packed
-from .parts import BatchSource, Part, RowsOfBatch
+from .parts import BatchSource, Part, RowsOfBatch, arrays_in
 from .step import RankReport
 from .step_result import StepResult
 
@@ -55,36 +55,73 @@ class RowsOfStep(BatchSource):
     """
 
     knows_lengths = True
+    collates_parts = True
 
     def __init__(self, step: RowStep, rows: Sequence[Row]) -> None:
         self._step = step
         self._rows = rows
         self.num_rows = len(rows)
+        # Shapes of a row in the parts so far, which differ if parts have different columns.
+        self._shapes: set[tuple[torch.Size, ...]] = set()
 
     @cached_property
     def lengths(self) -> list[int]:
         # A list, since a StopIteration of a script's function would end map() without an error.
         return [self._step.dataset.length(row) for row in self._rows]
 
+    @property
+    def cuts(self) -> bool:
+        return self._step.sizer.layout.pads and len(self._shapes) > 1
+
     def part(self, rows: Sequence[int], /) -> Batch:
-        return self._step.make_batch(list(map(self._rows.__getitem__, rows)))
+        batch = self._step.make_batch(list(map(self._rows.__getitem__, rows)))
+        self._shapes.add(tuple(array.shape[1:] for array in arrays_in(batch)))
+        return batch
 
     def dummy(self) -> Batch:
         return self._step.make_batch([self._step.labelled_row])
 
     def to_check(self) -> BatchSource:
-        """Return the collated batch, since collating its parts may draw other random numbers, such
-        as masks.
-        """
         if not self._step.sizer.layout.pads or not self._rows:
             return self
+        all_rows = range(self.num_rows)
+        batch = self.part(all_rows)
         try:
-            collated = RowsOfBatch(self.part(range(self.num_rows)), row_lengths=self.lengths)
+            collated = RowsOfBatch(batch)
         except SettingError:
             return self
         if collated.num_rows != self.num_rows or None in collated.is_divided.values():
             return self
+        if _are_equal(batch, self.part(all_rows)):
+            return CollatedRows(batch, self.part)
+        # Each call of `collate` draws other random numbers, such as masks, so divide one batch.
+        if not collated.cuts and len(set(self.lengths)) > 1:
+            self._step.check.warn(
+                "padding",
+                "collate draws random numbers, so no check shows whether the model sees padding;"
+                " if it does, pad all rows to one length",
+            )
         return collated
+
+
+class CollatedRows(RowsOfBatch):
+    """A batch whose parts are collated by themselves, with the padding that they have in training.
+
+    Args:
+        batch: batch of all rows.
+        collate_part: function that returns the batch of some rows.
+    """
+
+    def __init__(self, batch: Batch, collate_part: Callable[[Sequence[int]], Batch]) -> None:
+        super().__init__(batch)
+        self._collate_part = collate_part
+
+    def part(self, rows: Sequence[int], /) -> Batch:
+        return self._collate_part(rows)
+
+    @property
+    def cuts(self) -> bool:
+        return True
 
 
 class RowStep(PartStep):
@@ -416,3 +453,9 @@ class RowStep(PartStep):
 def _can_be_packed(row: Row) -> bool:
     has_keys = isinstance(row, Mapping) and "labels" in row
     return has_keys and ("tokens" in row or "input_ids" in row)
+
+
+def _are_equal(batch: Batch, other: Batch) -> bool:
+    """Return whether two batches have the same tensors and arrays."""
+    pairs = zip(arrays_in(batch), arrays_in(other), strict=True)
+    return all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs)

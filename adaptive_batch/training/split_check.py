@@ -178,12 +178,10 @@ class SplitCheck:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-            # An AdaptiveLoop collates each part, so its parts cannot keep columns.
-            can_keep_columns = distributed.any_of_ranks(rows.cuts)
             candidates = _Candidates(batch, pieces, self._step.labels, number=self._num_splits)
             for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
-                self._check_sample(sample, can_keep_columns=can_keep_columns)
+                self._check_sample(sample, can_keep_columns=not rows.collates_parts)
         self._check_side_effects()
 
     def _choose_parts(self, candidates: _Candidates) -> Iterator[Parts]:

@@ -18,7 +18,6 @@ from transformers.modeling_outputs import TokenClassifierOutput
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.training import AdaptiveStep, Part
-from adaptive_batch.training.parts import RowsOfBatch
 from adaptive_batch.training.splitters import RowSplitter
 
 ROUNDING = 2e-6
@@ -246,23 +245,6 @@ def test_one_row_or_a_sample_of_a_search_does_not_decide_which_keys_are_divided(
     step(make(4))
     assert [part.num_rows for part in parts][-2:] == [2, 2]
     assert relative_error(taken_gradients(model), expected) <= ROUNDING
-
-
-@pytest.mark.parametrize(
-    ("longest", "others", "cuts"),
-    [
-        (12, {}, True),
-        # The lengths may have another unit than columns.
-        (6, {}, False),
-        (6, {"labels": torch.full((4, 12), -100)}, True),
-        (12, {"attention_mask": torch.ones(4, 1, 6, 6)}, False),
-        (12, {"scores": torch.ones(4, 12)}, True),
-    ],
-    ids=["full row", "no full row", "labels of columns", "mask of another shape", "other columns"],
-)
-def test_lengths_of_rows_show_padding_unless_they_may_not_be_columns(longest, others, cuts):
-    batch = {"tokens": torch.ones(4, 12), **others}
-    assert RowsOfBatch(batch, row_lengths=[3, 4, 5, longest]).cuts == cuts
 
 
 def pop_y(inner):

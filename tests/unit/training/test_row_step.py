@@ -303,7 +303,7 @@ def test_only_a_dynamically_compiled_model_is_timed(dynamic, caplog):
         assert one.loop._step.sizer.limit(8).amount == found.max_batch_size * max(lengths)
 
 
-@pytest.mark.parametrize("multiple", [1, 16])
+@pytest.mark.parametrize("multiple", [1, 8])
 def test_a_model_that_attends_to_padding_is_refused_before_a_step_is_split(multiple):
     class Mean(Decoder):
         """A model that adds the mean over all columns, padding included, to each token."""
@@ -328,21 +328,37 @@ def test_a_model_that_attends_to_padding_is_refused_before_a_step_is_split(multi
         loop.run(next(iter(loop)))
 
 
-def test_a_check_keeps_all_columns_if_boxes_of_tokens_cannot_be_cut():
-    model = Decoder()
+@pytest.mark.parametrize("draws", [False, True])
+def test_classes_of_rows_whose_mean_contains_padding_are_refused_or_named(draws, caplog):
+    model = nn.Sequential(nn.Embedding(64, 8), nn.Linear(8, 3))
 
-    def with_boxes(rows: list[Any]) -> Any:
-        batch = collate(rows)
-        return {**batch, "boxes": batch["tokens"][..., None].expand(-1, -1, 4)}
+    def collate_to_multiple(rows: list[Any]) -> Any:
+        tokens = collate(rows)["tokens"]
+        noise = torch.rand(len(rows)) if draws else torch.zeros(len(rows))
+        tokens = nn.functional.pad(tokens, (0, -tokens.shape[1] % 8))
+        return {"tokens": tokens, "noise": noise, "classes": tokens[:, 0] % 3}
 
     def mean_loss(batch: Any) -> torch.Tensor:
-        assert batch["boxes"].shape[:2] == batch["tokens"].shape
-        return token_losses(model, batch, "mean")
+        return cross_entropy(model(batch["tokens"]).mean(1), batch["classes"])
 
-    loop = training(
-        model=model, batch_size=16, micro_batch_tokens=60, collate=with_boxes, mean_loss=mean_loss
-    ).loop
-    assert loop.run(next(iter(loop))).micro_batches > 1
+    # Until a batch has rows above 8 tokens, all parts have the same columns.
+    short = [row for row in ROWS if len(row["tokens"]) < 9][:12]
+    one = training(
+        model=model,
+        rows=[*short, *short, *ROWS[:12]],
+        shuffle=False,
+        batch_size=12,
+        micro_batch_tokens=60,
+        collate=collate_to_multiple,
+        mean_loss=mean_loss,
+    )
+    train(one, until=2)
+    if draws:
+        train(one)
+        assert "no check shows whether the model sees padding" in caplog.text
+    else:
+        with pytest.raises(SettingError, match=r"^mean_loss=.*the model sees padding, of"):
+            train(one)
 
 
 def test_the_check_of_a_split_restores_random_numbers_that_collate_draws(monkeypatch):
