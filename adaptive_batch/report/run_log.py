@@ -156,12 +156,8 @@ def iterate_records(path: Path) -> Iterator[dict[str, Any] | None]:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a file; skip torn lines with a warning."""
-    records = list(iterate_records(path))
-    torn = records.count(None)
-    if torn:
-        log.warning("%s: skipped %d incomplete lines", path, torn)
-    return [record for record in records if record is not None]
+    """Return the records of a file without torn lines."""
+    return [record for record in iterate_records(path) if record is not None]
 
 
 def started_runs(folder: Path) -> list[Any]:

@@ -20,7 +20,6 @@ from tqdm.contrib.logging import logging_redirect_tqdm
 from adaptive_batch import __version__, distributed
 from adaptive_batch._util import ProgressBar, atomic_write, count
 from adaptive_batch.data import Batches
-from adaptive_batch.errors import SettingError
 from adaptive_batch.report import RunLog, started_runs
 from adaptive_batch.schedules import Progress
 from adaptive_batch.training import PLACE_OF_STEP, AdaptiveRate, LimitChange, StepResult
@@ -60,8 +59,6 @@ class TrainingLog:
         self._tokens = 0
         # Loss of the last step with labels.
         self._last_loss = math.nan
-        # Steps of this epoch without a label, since the run started or resumed.
-        self._num_unlabelled = 0
         # progress_bar() replaces both in each epoch.
         self._bar = ProgressBar(0, "steps", shown=False)
         self._step_begin_time = 0.0
@@ -246,7 +243,6 @@ class TrainingLog:
         seconds = time.perf_counter() - self._step_begin_time
         # Only rows with labels run, so a step without one has no micro-batch.
         if not result.micro_batches:
-            self._num_unlabelled += 1
             message = f"step {progress.steps}: no row has a label, so the step changes nothing"
             self.event("no_labels", message, step=progress.steps)
         self._step_seconds += seconds
@@ -295,17 +291,7 @@ class TrainingLog:
         )
 
     def end_epoch(self, batches: Batches) -> None:
-        """Log how many rows the epoch used.
-
-        Raises:
-            SettingError: no step of the epoch had a label, so the next epoch would train nothing
-                either.
-        """
-        num_steps = batches.progress.epoch_steps
-        if num_steps and self._num_unlabelled == num_steps:
-            remedy = "no row of a whole epoch has a label; see its train_on_input and masks"
-            raise SettingError("dataset", str(self._cfg.dataset), remedy)
-        self._num_unlabelled = 0
+        """Log how many rows the epoch used."""
         message, facts = batches.describe_epoch()
         self.event("epoch", message, **facts)
 

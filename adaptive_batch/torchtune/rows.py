@@ -163,30 +163,19 @@ class DatasetRows(Dataset[Any]):
         except AdaptiveBatchError:
             raise
         except Exception as error:
-            raise self._unreadable(number, f"{type(error).__name__}: {one_line(error)}") from error
+            # torchtune's datasets keep one of Hugging Face as `_data`.
+            columns = getattr(getattr(self._dataset, "_data", None), "column_names", "unknown")
+            problem = (
+                f"cannot be read ({type(error).__name__}: {one_line(error)}); its columns are"
+                f" {columns}; correct the row or filter it out or, if no row can be read, correct"
+                " column_map, conversation_style or the prompt template"
+            )
+            raise self._refused(number, problem) from error
         measures = self._measure(number, row)
         self._check(number, measures)
         if self._measured is not None:
             self._compare(number, measures.tokens, self._measured)
         return row
-
-    def _unreadable(self, number: int, reason: str) -> SettingError:
-        """Return the error for a row that cannot be read. If another row cannot be read either, the
-        arguments of the dataset are probably wrong.
-        """
-        other = number - 1 if number else len(self) - 1
-        try:
-            if other != number:
-                _ = self._dataset[other]
-        except Exception:
-            columns = getattr(getattr(self._dataset, "_data", None), "column_names", None)
-            has_columns = f"rows have {','.join(columns)}; " if columns else ""
-            remedy = (
-                f"rows {number} and {other} cannot be read ({reason}); {has_columns}check"
-                " column_map, conversation_style and the prompt template"
-            )
-            return SettingError(self._key, self._name, remedy)
-        return self._refused(number, f"cannot be read ({reason}); correct it, or filter it out")
 
     def _compare(self, number: int, num_tokens: int, measured: RowMeasures) -> None:
         """Log a row whose length has changed since it was measured, unless one was logged.
