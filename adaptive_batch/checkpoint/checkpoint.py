@@ -100,10 +100,6 @@ class Checkpoint:
         """Key that is larger for a newer checkpoint."""
         return self.order or 0, self.step
 
-    def describe(self) -> str:
-        """Return folder and problem in one line."""
-        return f"{self.path} is skipped: {self.problem}"
-
     def load(self) -> tuple[Any, Any]:
         """Load the tree of full tensors and the small state to the CPU, without running pickled
         code.

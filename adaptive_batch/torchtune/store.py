@@ -200,7 +200,7 @@ class RunStore:
             CheckpointError: there is none, or a damaged checkpoint may belong to a later run.
         """
         newest, newer = newest_complete(checkpoints)
-        passed_over = [damaged.describe() for damaged in newer]
+        passed_over = [f"{damaged.path} is skipped: {damaged.problem}" for damaged in newer]
         if newest is None:
             problems = "".join(f"; {line}" for line in passed_over)
             raise CheckpointError(
@@ -512,8 +512,14 @@ class Saver:
 
     # --- saves
 
-    def _save(self, trainer: Trainer, *, prints: bool = True, **facts: Any) -> None:
-        """Save a checkpoint; raise CheckpointError if a synchronous save failed."""
+    def _save(self, trainer: Trainer, *, prints: bool = True, preempted: bool = False) -> None:
+        """Save a checkpoint; raise CheckpointError if a synchronous save failed.
+
+        Args:
+            trainer: trainer of the run.
+            prints: whether to log the message, too.
+            preempted: whether the run ends after this checkpoint, between two epochs.
+        """
         step = self._batches.progress.steps
         # A checkpoint must not be ahead of the run log: resuming would leave a gap in the log.
         self._log.sync()
@@ -524,7 +530,7 @@ class Saver:
             **{name: part.state_dict() for name, part in self._parts.items()},
             "random_states": distributed.all_gather(RandomState(self._job.device).state_dict()),
             "base": self._base_files,
-            **facts,
+            "preempted": preempted,
         }
         start = time.perf_counter()
         # Only one asynchronous save runs at a time. A failure of the last one is logged, since

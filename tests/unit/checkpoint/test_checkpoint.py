@@ -257,7 +257,7 @@ def test_a_checkpoint_with_a_missing_cut_or_changed_file_is_passed_over(tmp_path
                 path.write_bytes(damaged)
             point, (passed_over,) = newest_complete(checkpoints_in(tmp_path))
             assert (point.step, passed_over.path) == (1, tmp_path / "step_2")
-            said = passed_over.describe()
+            said = passed_over.problem
             assert name in said or (name == "resume.json" and "reads format" in said)
             assert_same(point.load()[0], values(1))
     finally:
