@@ -206,18 +206,17 @@ class Comparison:
         # Rounding may make it slightly negative.
         return math.sqrt(max(0.0, square)) / self.norm
 
-    def fitted_shares(self) -> tuple[list[float], float]:
-        """Return the shares with which the parts fit the whole best, by least squares, and the
-        remaining difference as a share of `norm`.
+    def fitted_factors(self) -> tuple[list[float], float]:
+        """Return the factors of the shares with which the parts fit the whole best, by least
+        squares, and the remaining difference as a share of `norm`.
         """
-        # Solve the normal equations. The parts already have their shares, so the weights are
-        # factors of them.
+        # Solve the normal equations. The parts already have their shares.
         parts_by_parts = self.products[1:, 1:].nan_to_num()
         parts_by_whole = self.products[1:, 0].nan_to_num()
-        weights = torch.linalg.pinv(parts_by_parts, rtol=1e-9, hermitian=True) @ parts_by_whole
-        squared_residual = self.products[0, 0] - weights @ parts_by_whole
+        factors = torch.linalg.pinv(parts_by_parts, rtol=1e-9, hermitian=True) @ parts_by_whole
+        squared_residual = self.products[0, 0] - factors @ parts_by_whole
         residual = squared_residual.clamp(min=0).sqrt() / self.norm
-        return (weights * torch.tensor(self.shares)).tolist(), float(residual)
+        return factors.tolist(), float(residual)
 
 
 @dataclass(frozen=True)

@@ -337,8 +337,11 @@ class SplitCheck:
                 "it changes gradients that earlier parts left, by zero_grad, clipping or an"
                 " assignment; do that once, outside of it"
             )
-        shares, residual = result.fitted_shares()
-        given = " and ".join(f"{share:.3g}" for share in result.shares)
+        factors, residual = result.fitted_factors()
+        # Ranks without labels have no shares, so all ranks name those of the first that has some.
+        given_shares = next(filter(any, distributed.all_gather(result.shares)), result.shares)
+        shares = [factor * share for factor, share in zip(factors, given_shares, strict=True)]
+        given = " and ".join(f"{share:.3g}" for share in given_shares)
         fitted = " and ".join(f"{share:.3g}" for share in shares)
         if residual > tolerance or fitted == given:
             # No shares make the parts add up to the whole.
