@@ -302,7 +302,8 @@ class Batches(Sampler[list[int]]):
         epoch.
 
         Raises:
-            SettingError: with `drop_last` an epoch has no whole step.
+            SettingError: an epoch has no step, as `long_rows` drops each row, or no whole step with
+                `drop_last`.
         """
         # Within an epoch, the plan keeps its lengths even if a row has changed.
         if self._progress.epoch_rows == 0:
@@ -314,6 +315,9 @@ class Batches(Sampler[list[int]]):
         if self.batching.drop_last and 0 in (self.plan.steps, self.constant_epoch.steps):
             remedy = f"an epoch of {self.num_rows} rows has no whole step; set drop_last=False"
             raise SettingError("batch_size", self.batch_size, remedy)
+        if self._progress.epoch_rows == 0 and self.is_over:
+            remedy = "no row of the epoch has so few tokens; give more, or set long_rows to alone"
+            raise SettingError("batch_tokens", self.batching.batch_tokens, remedy)
 
     def _enter_epoch(self) -> None:
         """Plan the current epoch, and ask the rules for its first batch."""

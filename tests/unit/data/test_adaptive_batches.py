@@ -338,6 +338,12 @@ def test_an_invalid_sampling_is_refused(key, values):
             Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
 
 
+def test_an_epoch_without_rows_that_fit_is_refused():
+    sampling = Sampling(batch_tokens=8, long_rows="drop")
+    with pytest.raises(SettingError, match=r"^batch_tokens=8: no row"):
+        next(iter(AdaptiveBatches(Rows(), 3, row_length=9, sampling=sampling)))
+
+
 def test_step_without_a_batch_is_refused():
     batches = growing()
     with pytest.raises(ValueError, match="no batch is waiting: call step"):
