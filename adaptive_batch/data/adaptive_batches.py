@@ -271,8 +271,7 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
             name,
             "batch_tokens and sample_order have an order of their own; give one of them",
         )
-    is_like_batch_sampler = hasattr(sampler, "batch_size") and hasattr(sampler, "drop_last")
-    if isinstance(sampler, BatchSampler) or is_like_batch_sampler:
+    if isinstance(sampler, BatchSampler):
         raise SettingError("sampler", name, YIELDS_BATCHES)
     if isinstance(sampler, str) or not (
         hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")
