@@ -80,7 +80,7 @@ class Preemption:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
-            is_repeated = time.monotonic() - self._requested_at < self._same_within
+            is_repeated = time.monotonic() - self._requested_at <= self._same_within
             if not is_repeated:
                 # Send the second request again, to the handler from before this context manager.
                 self._handlers.close()
@@ -94,6 +94,10 @@ class Preemption:
             # which raises an error if it is entered again.
             with suppress(OSError):
                 os.write(2, f"\n{message}\n".encode())
+        if not self._same_within:
+            # The former handler takes a second request. Unlike this method, the default one ends
+            # the process even while the main thread waits in C code, as in a collective.
+            self._handlers.close()
 
 
 @contextmanager

@@ -60,6 +60,19 @@ def test_a_second_request_ends_the_process(first, second):
     assert ("Ctrl-C again stops immediately" in process.stderr) == (first == "SIGINT")
 
 
+def test_a_second_request_ends_a_process_that_runs_no_python_code():
+    process = ended("""
+        import os, signal, subprocess
+        from adaptive_batch.distributed import Preemption
+        with Preemption():
+            os.kill(os.getpid(), signal.SIGTERM)
+            subprocess.Popen(["sh", "-c", f"sleep 0.2; kill {os.getpid()}"])
+            signal.alarm(20)  # otherwise ends the process
+            sum(range(10**11))
+        """)
+    assert process.returncode == -signal.SIGTERM
+
+
 def test_a_request_that_a_launcher_repeats_within_same_within_counts_once():
     process = ended("""
         import os, signal, time
