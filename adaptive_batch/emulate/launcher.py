@@ -252,11 +252,14 @@ def mirror(folder: Path, scratch: Path) -> dict[str, str]:
             is_folder = entry.is_dir(follow_symlinks=False)
             if entry.is_symlink():
                 real = Path(os.path.realpath(original))
+                # A parent folder, which is not mirrored: its mirror would contain itself.
                 has_program = folder.is_relative_to(real) or scratch.is_relative_to(real)
                 roots = [root for root in mirrors if real.is_relative_to(root)]
                 if roots:
+                    # The link leads into a mirrored folder, so the new link leads into its mirror.
                     original = Path(mirrors[roots[0]], real.relative_to(roots[0]))
                 elif os.path.isdir(real) and not has_program:
+                    # The link leads to a folder elsewhere, which is mirrored in its place.
                     is_folder, original = True, real
                     mirrors[str(real)] = str(new)
             elif str(original) in mirrors:

@@ -29,7 +29,7 @@ import torch
 # The largest storage whose values are kept: elements of floating point, and bytes of integers and
 # flags, on which control flow depends.
 MAX_FLOATS = int(os.environ.get("EMULATE_MAX_FLOATS", 2**14))
-MAX_INTEGER_BYTES = int(os.environ.get("EMULATE_MAX_INTEGER_BYTES", 2**23))
+MAX_INTEGER_BYTES = 2**23
 
 # Counts for the report by (kind, operator that was not computed, line that depends on it).
 made_up: Counter[tuple[str, str, str]] = Counter()
@@ -78,13 +78,15 @@ def install() -> None:
     """Register the operators. CUDA is not initialized."""
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.append(library)
-    special: dict[str, Callable[..., Any]] = {
+    # Functions that replace the usual kernel of an operator, by its name with or without overload;
+    # None keeps the usual kernel.
+    special: dict[str, Callable[..., Any] | None] = {
         "nonzero": partial(_on_host_only, returns_values=False),
+        "nonzero.out": None,
         **dict.fromkeys(_UNIQUE, partial(_on_host_only, returns_values=True)),
         **dict.fromkeys(("empty", "empty_strided"), _empty),
         "copy_": _copy,
         "_local_scalar_dense": _read_number,
-        "nonzero.out": _Operator,
         "pow.Scalar": _pow_of_number,
         "resize_": _resize,
     }
@@ -111,8 +113,10 @@ def install() -> None:
             # A result that shares memory which the operator does not write is a view.
             if any(alias is not None and not alias.is_write for alias in aliases):
                 continue
-            make_kernel = special.get(aten_name) or special.get(base, _Operator)
-            kernel = make_kernel(operator, torch.library.get_kernel(name, key))
+            kernel: Callable[..., Any] = _Operator(operator, torch.library.get_kernel(name, key))
+            function = special.get(aten_name, special.get(base))
+            if function is not None:
+                kernel = partial(function, kernel)
             library.impl(aten_name, kernel, key, with_keyset=True, allow_override=True)
     _fill_what_compiled_code_allocates()
 
@@ -418,96 +422,92 @@ def _seed(generator: torch.Generator | None) -> int:
     return (generator.initial_seed() * 1000003 + offset) % 2**63
 
 
-def _copy(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    copy_on_device = _Operator(operator, cuda_kernel)
-
-    def copy_(
-        keyset: Any, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
-    ) -> torch.Tensor:
-        if target.is_cuda:
-            return copy_on_device(keyset, target, source, non_blocking)  # type: ignore[no-any-return]
-        cuda_kernel.call_boxed(keyset, target, source, non_blocking)
-        if has_values(source):
-            target.copy_(on_host(source))
-            _note("value", _origins.get(_storage(source)[0]))
-        elif target.numel() <= MAX_FLOATS:
-            target.fill_(0 if _is_exact(target) else 1)
-            _note("value", "a large tensor")
-        return target
-
-    return copy_
-
-
-def _read_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    def read_number(keyset: Any, tensor: torch.Tensor) -> Any:
-        if has_values(tensor):
-            _note("value", _origins.get(_storage(tensor)[0]))
-            return on_host(tensor).item()
+def _copy(
+    kernel: _Operator,
+    keyset: Any,
+    target: torch.Tensor,
+    source: torch.Tensor,
+    non_blocking: bool = False,
+) -> torch.Tensor:
+    if target.is_cuda:
+        return kernel(keyset, target, source, non_blocking)  # type: ignore[no-any-return]
+    kernel.cuda_kernel.call_boxed(keyset, target, source, non_blocking)
+    if has_values(source):
+        target.copy_(on_host(source))
+        _note("value", _origins.get(_storage(source)[0]))
+    elif target.numel() <= MAX_FLOATS:
+        target.fill_(0 if _is_exact(target) else 1)
         _note("value", "a large tensor")
-        return torch.ones((), dtype=tensor.dtype, device="cpu").item()
-
-    return read_number
+    return target
 
 
-def _resize(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
+def _read_number(_: _Operator, keyset: Any, tensor: torch.Tensor) -> Any:
+    if has_values(tensor):
+        _note("value", _origins.get(_storage(tensor)[0]))
+        return on_host(tensor).item()
+    _note("value", "a large tensor")
+    return torch.ones((), dtype=tensor.dtype, device="cpu").item()
+
+
+def _resize(
+    kernel: _Operator, keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
     """Keep values as a storage grows: CUDA's kernel moves them by a copy that computes nothing."""
-
-    def resize_(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        _, old_bytes = _storage(tensor)
-        old_length = old_bytes // tensor.element_size()
-        flat = tensor.as_strided((old_length,), (1,), 0)
-        old_values = on_host(flat).clone() if has_values(tensor) else None
-        cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
-        if old_values is not None and tensor.numel() > old_length and has_values(tensor):
-            on_host(tensor.as_strided((old_length,), (1,), 0)).copy_(old_values)
-        return tensor
-
-    return resize_
+    _, old_bytes = _storage(tensor)
+    old_length = old_bytes // tensor.element_size()
+    flat = tensor.as_strided((old_length,), (1,), 0)
+    old_values = on_host(flat).clone() if has_values(tensor) else None
+    kernel.cuda_kernel.call_boxed(keyset, tensor, *args, **kwargs)
+    if old_values is not None and tensor.numel() > old_length and has_values(tensor):
+        on_host(tensor.as_strided((old_length,), (1,), 0)).copy_(old_values)
+    return tensor
 
 
-def _pow_of_number(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    """Return a kernel that calls pow with an ordinary tensor for the base. PyTorch's own kernel
-    marks that tensor as a number, and an assertion of PyTorch refuses to pass it to Python.
+def _pow_of_number(_: _Operator, keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
+    """Call pow with an ordinary tensor for the base. PyTorch's own kernel marks that tensor as a
+    number, and an assertion of PyTorch refuses to pass it to Python.
     """
-
-    def pow_of_number(keyset: Any, base: Any, exponent: torch.Tensor) -> torch.Tensor:
-        dtype = torch.result_type(base, exponent)
-        return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
-
-    return pow_of_number
+    dtype = torch.result_type(base, exponent)
+    return torch.pow(torch.full((), base, dtype=dtype, device=exponent.device), exponent)
 
 
-def _on_host_only(operator: Any, cuda_kernel: Any, *, returns_values: bool) -> Callable[..., Any]:
-    """Return a kernel that computes on the CPU alone: CUDA's would read the size of its result on
-    the device. The temporaries of CUDA's kernel are missing from the peak.
+def _on_host_only(
+    kernel: _Operator,
+    keyset: Any,
+    tensor: torch.Tensor,
+    *args: Any,
+    returns_values: bool,
+    **kwargs: Any,
+) -> Any:
+    """Compute on the CPU alone: CUDA's kernel would read the size of its result on the device. The
+    temporaries of CUDA's kernel are missing from the peak.
 
     Args:
-        operator: operator, with a CPU kernel.
-        cuda_kernel: not used.
+        kernel: operator, with a CPU kernel.
+        keyset: not used.
+        tensor: first argument of the operator.
+        *args: its other positional arguments.
         returns_values: whether the first result has values of the tensor; the others are indices
             and counts.
+        **kwargs: its keyword arguments.
     """
-
-    def on_host_only(keyset: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        origin = _why_made_up([tensor])
-        _note("shape", origin)
-        if has_values(tensor):
-            host = on_host(tensor)
-        else:
-            # Elements that are different and not zero give the largest result. In the dtype of the
-            # tensor, large numbers might be equal.
-            numbers = torch.arange(1, tensor.numel() + 1, device="cpu")
-            host = numbers.view(tensor.shape)
-        results: list[torch.Tensor] = []
-        for values in _tensors(operator(host, *args, **kwargs)):
-            dtype = tensor.dtype if returns_values and not results else values.dtype
-            results.append(torch.empty_like(values, dtype=dtype, device=tensor.device))
-            if has_values(results[-1]):
-                on_host(results[-1]).copy_(values)
-            _set_origin(results[-1], origin)
-        return results[0] if len(results) == 1 else tuple(results)
-
-    return on_host_only
+    origin = _why_made_up([tensor])
+    _note("shape", origin)
+    if has_values(tensor):
+        host = on_host(tensor)
+    else:
+        # Elements that are different and not zero give the largest result. In the dtype of the
+        # tensor, large numbers might be equal.
+        numbers = torch.arange(1, tensor.numel() + 1, device="cpu")
+        host = numbers.view(tensor.shape)
+    results: list[torch.Tensor] = []
+    for values in _tensors(kernel.operator(host, *args, **kwargs)):
+        dtype = tensor.dtype if returns_values and not results else values.dtype
+        results.append(torch.empty_like(values, dtype=dtype, device=tensor.device))
+        if has_values(results[-1]):
+            on_host(results[-1]).copy_(values)
+        _set_origin(results[-1], origin)
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _refuse_sparse(*_: Any, **__: Any) -> NoReturn:
@@ -517,14 +517,11 @@ def _refuse_sparse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _empty(operator: Any, cuda_kernel: Any) -> Callable[..., Any]:
-    def empty(keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        result: torch.Tensor = cuda_kernel.call_boxed(keyset, *args, **kwargs)
-        _fill_default(result, "empty", ())
-        _set_origin(result, None)
-        return result
-
-    return empty
+def _empty(kernel: _Operator, keyset: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    result: torch.Tensor = kernel.cuda_kernel.call_boxed(keyset, *args, **kwargs)
+    _fill_default(result, "empty")
+    _set_origin(result, None)
+    return result
 
 
 def _fill_what_compiled_code_allocates() -> None:
@@ -534,7 +531,7 @@ def _fill_what_compiled_code_allocates() -> None:
 
     def empty_strided_cuda(*args: Any) -> torch.Tensor:
         result: torch.Tensor = allocate(*args)
-        _fill_default(result, "compiled", ())
+        _fill_default(result, "compiled")
         _set_origin(result, "a compiled kernel" if has_values(result) else None)
         return result
 

@@ -344,7 +344,7 @@ class FakeStep:
         """Create the optimizer's state. Log its first two steps, unless it runs in backward."""
         if self._in_backward and not self._sharding.is_sharded:
             # Backward runs the optimizer, so tracing the first micro-batch creates its state.
-            self._micro_batch_phase(FEW, self.forward_backward, is_first=True)
+            self.trace(FEW, self.forward_backward, is_first=True)
             return
         for _ in range(2):
             if self._sharding.is_sharded:
@@ -367,16 +367,27 @@ class FakeStep:
                 optimizer.zero_grad(set_to_none=True)
             self._optimizer_phases.append(counter.phase(self._named_tensors()))
 
-    def trace(self, rows: int, run: Run) -> Trace:
-        """Trace forward and backward of one micro-batch.
+    def trace(self, rows: int, run: Run, *, is_first: bool = False) -> Trace:
+        """Trace forward and backward of one micro-batch, and keep its log.
 
         Args:
             rows: rows of the micro-batch.
             run: the constructor's function, or one for rows of another length.
+            is_first: whether it creates the gradients, or the state of an optimizer in backward.
         """
-        phase, trace = self._trace_micro_batch(rows, run)
-        self._phases.setdefault((run, False), {})[rows] = phase
-        return trace
+        if is_first:
+            self.model.zero_grad()
+            if self._in_backward:
+                for optimizer in self._optimizers:
+                    optimizer.state.clear()
+        else:
+            self._prepare_gradients()
+        with self._device.counting() as counter:
+            counter.add_named(self._named_tensors())
+            run(rows)
+            phases = self._phases.setdefault((run, is_first), {})
+            phases[rows] = counter.phase(self._named_tensors())
+            return counter.trace()
 
     def is_traced(self, rows: int, run: Run) -> bool:
         """Return whether a micro-batch of this size has been traced."""
@@ -454,37 +465,15 @@ class FakeStep:
         if rows >= FEW:
             for size in (FEW, MORE):
                 if len(phases) < 2 and size not in phases:
-                    phases[size], _ = self._trace_micro_batch(size, run, is_first=is_first)
+                    self.trace(size, run, is_first=is_first)
             nearest_sizes = sorted(phases, key=lambda size: abs(size - rows))
             for near, far in pairwise(nearest_sizes):
                 if phases[near].differs_only_in_sizes(phases[far]):
                     share = Fraction(rows - near, far - near)
                     return phases[near].interpolate(phases[far], share)
         # A single row, or sizes that run different operations.
-        phases[rows], _ = self._trace_micro_batch(rows, run, is_first=is_first)
+        self.trace(rows, run, is_first=is_first)
         return phases[rows]
-
-    def _trace_micro_batch(
-        self, rows: int, run: Run, *, is_first: bool = False
-    ) -> tuple[Phase, Trace]:
-        """Run one micro-batch and return its log and trace.
-
-        Args:
-            rows: rows of the micro-batch.
-            run: forward and backward of a number of rows.
-            is_first: whether it creates the gradients, or the state of an optimizer in backward.
-        """
-        if is_first:
-            self.model.zero_grad()
-            if self._in_backward:
-                for optimizer in self._optimizers:
-                    optimizer.state.clear()
-        else:
-            self._prepare_gradients()
-        with self._device.counting() as counter:
-            counter.add_named(self._named_tensors())
-            run(rows)
-            return counter.phase(self._named_tensors()), counter.trace()
 
     def _named_tensors(self) -> Iterator[tuple[tuple[str, int], torch.Tensor]]:
         """Yield the names and tensors that training holds between two micro-batches."""
