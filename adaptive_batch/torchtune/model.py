@@ -19,6 +19,7 @@ from torchao.dtypes import nf4tensor
 from torchao.dtypes.nf4tensor import NF4Tensor
 from torchtune import modules, training
 from torchtune.modules import common_utils
+from torchtune.modules.model_fusion import FusionEmbedding, FusionLayer
 from torchtune.modules.peft import (
     disable_adapter,
     get_adapter_params,
@@ -295,6 +296,11 @@ def build_without_weights(
     if distributed.world_size() == 1:
         apply_checkpointing(model, cfg)
         return model
+    # Fusion layers rename their parameters in state dicts, and torch's set_model_state_dict() looks
+    # for the other names.
+    if any(isinstance(module, FusionLayer | FusionEmbedding) for module in model.modules()):
+        remedy = "torch cannot load torchtune's fusion layers on several ranks; use one device"
+        raise SettingError(builder.key, component_of(cfg.model), remedy)
     dp_size = distributed.data_parallel_size()
     tp_size = distributed.world_size() // dp_size
     mesh = init_device_mesh(device.type, mesh_shape=(dp_size, tp_size), mesh_dim_names=("dp", "tp"))

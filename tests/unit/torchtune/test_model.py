@@ -1,4 +1,4 @@
-"""Fused RMS norms compute torchtune's norms and keep their weights."""
+"""Fused RMS norms compute torchtune's norms; models that a run cannot use are refused."""
 
 import pytest
 import torch
@@ -6,8 +6,9 @@ from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules import RMSNorm
 
+from adaptive_batch.distributed import fake_process_group
 from adaptive_batch.errors import SettingError
-from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm
+from adaptive_batch.torchtune.model import FullModel, FusedRMSNorm, Weights
 
 LLAMA = {
     "_component_": "torchtune.models.llama3.llama3",
@@ -46,3 +47,12 @@ def test_a_model_without_norms_to_fuse_is_refused():
     cfg = OmegaConf.create({"model": {**gemma, "intermediate_dim": 32}, "fused_rms_norm": True})
     with pytest.raises(SettingError, match=r"^fused_rms_norm=True: torchtune.*gemma has no"):
         FullModel().skeleton(cfg, dtype=torch.bfloat16)
+
+
+def test_fusion_layers_are_refused_on_several_ranks_before_weights_load():
+    fusion = "torchtune.modules.model_fusion.FusionEmbedding"
+    sizes = {"vocab_size": 8, "fusion_vocab_size": 2, "embed_dim": 4}
+    cfg = OmegaConf.create({"model": {"_component_": fusion, **sizes}, "compile": False})
+    weights = Weights(lambda: pytest.fail("weights were loaded"))
+    with fake_process_group(2), pytest.raises(SettingError, match=r"fusion layers on several"):
+        FullModel().build(cfg, weights, dtype=torch.float32, device=torch.device("cpu"))
