@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 from torchtune import training
 from torchtune.recipe_interfaces import FTRecipeInterface
 
+from adaptive_batch.data import Batches
 from adaptive_batch.distributed import Watchdog
 from adaptive_batch.schedules import NoiseScale
 from adaptive_batch.torchtune import (
@@ -116,8 +117,19 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             memory=self.job.memory,
             on_change=self.log.limit_change,
         )
-        # The owner of the batch size: the configured one, or the checkpoint's.
-        self.batches = self.resumed.batches(self.data, self.sizer, event=self.log.event)
+        # The owner of progress and of the batch size: the configured one, or the checkpoint's.
+        self.batches = Batches(
+            self.data.dataset,
+            self.resumed.batching,
+            self.sizer,
+            counts_tokens=self.settings.lr_clock == "tokens",
+            event=self.log.event,
+        )
+        self.batches.resume(
+            self.resumed.progress,
+            self.resumed.state_of("steps"),
+            keeps_batch=self.resumed.keeps_batch,
+        )
         check_rate(self.job)
         # `batch_size_schedule=seesaw` follows the decay of the learning rate.
         couple_seesaw(self.job, self.batches)

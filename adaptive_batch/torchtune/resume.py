@@ -24,11 +24,10 @@ from torchtune import training
 from adaptive_batch import distributed
 from adaptive_batch._util import atomic_write, count, described_with_files, fingerprint
 from adaptive_batch.checkpoint import Checkpoint
-from adaptive_batch.data import Batches, MicroBatchLimit
+from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import RandomState
 from adaptive_batch.schedules import Progress, write_rate
-from adaptive_batch.training import MicroBatchSizer
 
 from .checks import without_effect
 from .configuration import as_dict, component_of, load_function, values_of
@@ -87,6 +86,8 @@ class ResumedRun:
         name: name of the run.
         conditions: settings and data that determine the results, as plain values. Those of the
             checkpoint that are kept override the configuration.
+        batching: settings of the steps; those of the checkpoint that are kept override the
+            configuration.
         changes: events: differences from the checkpoint, and keys without effect.
         restarts_epoch: whether the epoch restarts because its remaining rows are unknown.
         keeps_batch: whether the run keeps the batch size of the checkpoint: always with a schedule;
@@ -118,6 +119,9 @@ class ResumedRun:
         self.restarts_epoch = self.keeps_batch = False
         if self.saved:
             self._resume(self.saved)
+        # torchtune's sampler always has the seed 0.
+        order_seed = 0 if job.settings.sample_order == "dataloader" else self.conditions["seed"]
+        self.batching = replace(self._settings, seed=order_seed)
         self.takes_found_batch = (
             job.settings.use_maximum_batch_size
             and job.settings.batch_size_schedule is None
@@ -125,23 +129,6 @@ class ResumedRun:
         )
         for key, message in without_effect(job.settings, job.cfg).items():
             self.changes.append(("no_effect", message, {"key": key}))
-
-    def batches(
-        self, data: Data, sizer: MicroBatchSizer, *, event: Callable[..., object]
-    ) -> Batches:
-        """Create the batches of the run, positioned at its progress."""
-        settings = self._settings
-        # torchtune's sampler always has the seed 0.
-        seed = 0 if settings.sample_order == "dataloader" else self.conditions["seed"]
-        batches = Batches(
-            data.dataset,
-            replace(settings, seed=seed),
-            sizer,
-            counts_tokens=settings.lr_clock == "tokens",
-            event=event,
-        )
-        batches.resume(self.progress, self.state_of("steps"), keeps_batch=self.keeps_batch)
-        return batches
 
     def _resume(self, saved: Mapping[str, Any]) -> None:
         """Restore the run of a checkpoint.
