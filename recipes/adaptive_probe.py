@@ -9,6 +9,8 @@ Any config of `adaptive_full_finetune`, `adaptive_lora_finetune`, `adaptive_dpo`
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from omegaconf import DictConfig
 from torchtune import training
 
@@ -43,7 +45,8 @@ def probe(cfg: DictConfig) -> None:
         SettingError: a setting is invalid; no weights have been loaded yet.
         DoesNotFitError: one row of a length does not fit; results of earlier lengths are printed.
     """
-    settings = Settings.from_config(cfg)
+    # A preview would not look for the files of the weights.
+    settings = replace(Settings.from_config(cfg), preview=False)
     for message in without_effect(settings, cfg).values():
         say(message)
     check_output_dir(cfg.output_dir)
