@@ -217,6 +217,8 @@ def test_a_resumed_run_takes_the_remaining_batches(sampler, done, num_workers, t
     assert resumed.progress.steps == done
     assert train(resumed, num_workers=num_workers) == after
     assert bits(resumed.state_dict()) == bits(batches.state_dict())
+    # The clock of a learning rate is the same.
+    assert resumed.constant_epoch == batches.constant_epoch
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
