@@ -80,7 +80,8 @@ class AdaptiveBatches(Batches):
             an :class:`AdaptiveStep`, whose `max_batch_size` applies once it is found. None: no
             limit.
         sampler: sampler of row numbers that determines the order, on one rank only. It is read once
-            at the start of each epoch, after ``set_epoch``. A resumed run repeats its draws.
+            at the start of each epoch, after ``set_epoch``, and yields as many rows as its length
+            is now. A resumed run repeats its draws.
         batch_increase_function: ``f(epoch, batch_size) -> rows to add``, called at the start of
             each epoch, including epoch 0.
         batch_size_schedule: ``rule(progress) -> rows of a step on one device``, called for each

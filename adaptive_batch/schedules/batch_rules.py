@@ -550,7 +550,7 @@ def seesaw(factor: float | None = None, maximum: int | None = None) -> Schedule:
         SettingError: a number is out of range.
     """
     if factor is not None:
-        factor = _factor(f"{KEY}.factor", factor, or_null=", or null")
+        factor = _factor(f"{KEY}.factor", factor)
     max_rows = None if maximum is None else _whole(f"{KEY}.maximum", maximum)
     return Seesaw(f"seesaw({factor=}, maximum={max_rows})", factor, max_rows)
 
@@ -648,10 +648,10 @@ def _whole(key: str, value: object) -> int:
     return number
 
 
-def _factor(key: str, value: object, *, or_null: str = "") -> float:
+def _factor(key: str, value: object) -> float:
     """Check a growth factor."""
     if not _is_finite(value) or value <= 1:
-        raise SettingError(key, value, f"must be a number above 1, such as 2.0{or_null}")
+        raise SettingError(key, value, "must be a number above 1, such as 2.0")
     return float(value)
 
 
