@@ -44,6 +44,9 @@ def elapsed_steps(unit: str, progress: Progress) -> float:
         unit: ``steps`` counts optimizer steps. ``samples`` and ``tokens`` count the trained epochs,
             fractions included, times the steps per epoch of the constant batch.
         progress: progress of training; samples and tokens need its `pace`.
+
+    Raises:
+        SettingError: the clock counts tokens, and the batches do not.
     """
     if unit == "steps":
         return progress.steps
@@ -52,6 +55,9 @@ def elapsed_steps(unit: str, progress: Progress) -> float:
     plan = progress.pace.plan
     steps_of_finished_epochs = progress.epoch * reference.steps
     if unit == "tokens":
+        if not plan.tokens:
+            remedy = "AdaptiveBatches counts no tokens; give it row_length"
+            raise SettingError("lr_clock", unit, remedy)
         return steps_of_finished_epochs + progress.epoch_tokens * reference.steps / plan.tokens
     if plan.is_estimate:
         # The epoch ends with its last row or at the maximum number of steps, whichever is first.

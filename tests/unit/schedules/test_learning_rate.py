@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
+from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     EpochPlan,
     Pace,
@@ -113,6 +114,12 @@ def test_steps_of_equal_tokens_are_equal_steps_of_each_clock(steps, step_tokens,
             assert schedule_clock(progress, plan=plan, reference=plan, unit=unit) == progress.steps
             progress = progress.after_step(rows=4, tokens=step_tokens)
         progress = progress.after_epoch()
+
+
+def test_a_clock_of_tokens_needs_counted_tokens():
+    plan = EpochPlan.from_rows(8, global_rows=4, drop_last=False)
+    with pytest.raises(SettingError, match=r"^lr_clock='tokens': .* give it row_length"):
+        schedule_clock(Progress(), plan=plan, reference=plan, unit="tokens")
 
 
 def test_an_estimated_plan_counts_steps_or_rows_whichever_ends_first():
