@@ -98,12 +98,9 @@ class ReferenceBatch:
     unit: Literal["rows", "tokens"]
 
     def __str__(self) -> str:
-        amount = self.amount
-        if float(amount).is_integer():
-            # "64 rows", not "64.0 rows"
-            amount = int(amount)
-        unit = self.unit.removesuffix("s") if amount == 1 else self.unit
-        return f"{amount} {unit}"
+        unit = self.unit.removesuffix("s") if self.amount == 1 else self.unit
+        # "64 rows", not "64.0 rows"; the largest amount has 13 digits.
+        return f"{self.amount:.15g} {unit}"
 
 
 def parse_reference(key: str, value: object) -> ReferenceBatch:
