@@ -1,6 +1,6 @@
 """Each command and Python block of a page works as written, in a new folder.
 
-The blocks of a page run in order, with the files of `make demo`. tests/project/test_pages.py lists
+The blocks of a page run in order, with the files of the demo. tests/project/test_pages.py lists
 the commands that are not run here.
 """
 
@@ -36,7 +36,8 @@ def steps_of(page):
             commands = [
                 command
                 for command in block.commands
-                if not command.startswith(("make ", "pip ")) and not is_read_only(command)
+                if not command.startswith(("make ", "pip ", "python examples/"))
+                and not is_read_only(command)
             ]
             for command in commands:
                 is_shown = following and following.is_output and command == commands[-1]
