@@ -39,11 +39,14 @@ class Module(lightning.LightningModule):
         self.losses = []
         self.num_batches_logged = 0
 
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
+    def forward(self, inputs):
         if self.limit and len(inputs) > self.limit:
             torch.empty(TOO_MUCH, dtype=torch.uint8)
-        loss = cross_entropy(self.layers(inputs), targets)
+        return self.layers(inputs)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        loss = cross_entropy(self(inputs), targets)
         self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(inputs))
         self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True)
         return loss
@@ -108,9 +111,7 @@ class LogsMetrics(Module):
 
     def training_step(self, batch, batch_idx):
         inputs, targets = batch
-        if self.limit and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        logits = self.layers(inputs)
+        logits = self(inputs)
         self.accuracy(logits, targets)
         self.log("accuracy", self.accuracy, on_step=True, on_epoch=True, prog_bar=True)
         self.several(logits, targets)
@@ -374,9 +375,7 @@ class Evaluates(LogsMetrics):
     test_step = validation_step
 
     def predict_step(self, batch, batch_idx):
-        if self.limit and len(batch[0]) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return self.layers(batch[0])
+        return self(batch[0])
 
     def on_validation_batch_end(self, outputs, batch, batch_idx):
         self.losses.append(outputs.item())
@@ -404,10 +403,8 @@ class EvaluatesLoaders(Module):
 
     def validation_step(self, batch, batch_idx, dataloader_idx):
         inputs, targets = batch
-        if self.limit and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
         reduction = ("mean", "sum")[dataloader_idx]
-        self.log("loss", cross_entropy(self.layers(inputs), targets, reduction=reduction))
+        self.log("loss", cross_entropy(self(inputs), targets, reduction=reduction))
 
 
 def test_each_loader_of_a_split_evaluation_has_its_own_weighting(tmp_path):
@@ -420,16 +417,16 @@ def test_each_loader_of_a_split_evaluation_has_its_own_weighting(tmp_path):
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+OF_ATTRIBUTES = ("metric", "list", "meter", "sum", "metric in a list", "count", "buffer")
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("metric", "it changes an attribute, or counts batches in a metric"),
-        ("list", "it changes an attribute, or counts batches in a metric"),
-        ("meter", "it changes an attribute, or counts batches in a metric"),
-        ("sum", "it changes an attribute, or counts batches in a metric"),
-        ("metric in a list", "it changes an attribute, or counts batches in a metric"),
-        ("count", "it changes an attribute, or counts batches in a metric"),
-        ("buffer", "it changes an attribute, or counts batches in a metric"),
+        *(
+            (kind, "it changes an attribute, or counts batches in a metric")
+            for kind in OF_ATTRIBUTES
+        ),
         ("square", "a loss or logged number is not a mean or a sum over rows or labels"),
         ("names", "it logs or returns other names for other rows"),
         ("text", "it returns list, and only tensors can be joined"),
