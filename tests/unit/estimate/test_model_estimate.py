@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.cuda import _memory_viz
 
-from adaptive_batch import AdaptiveLoop, AdaptiveStep, SettingError, StepOptions, estimate_memory
+from adaptive_batch import AdaptiveLoop, SettingError, StepOptions, estimate_memory
 from adaptive_batch.estimate import (
     AllocatorSettings,
     CachingAllocator,
@@ -137,41 +137,6 @@ def test_a_low_bit_optimizer_is_estimated_with_its_states():
     assert not optimizer.state
 
 
-@pytest.mark.parametrize("entry", ["estimate_memory", "AdaptiveStep", "AdaptiveLoop"])
-def test_a_convolution_as_first_layer_is_estimated(entry):
-    shape = (3, 8, 8)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(2))
-    model(torch.zeros(1, *shape))
-    optimizer = torch.optim.AdamW(model.parameters())
-
-    def mean(batch):
-        return model(batch["x"]).square().mean()
-
-    def batch(rows):
-        return {"x": torch.zeros(rows, *shape)}
-
-    if entry == "estimate_memory":
-        estimate = estimate_memory(model, batch(2), optimizer, "T4", mean_loss=mean)
-    elif entry == "AdaptiveStep":
-        step = AdaptiveStep(model, lambda part: (mean(part.batch) * part.share).backward())
-        estimate = step.estimate(optimizer, batch, "T4")
-    else:
-        rows = [torch.zeros(shape) for _ in range(16)]
-        loop = AdaptiveLoop(
-            model,
-            optimizer,
-            rows,
-            collate=lambda some: {"x": torch.stack(some)},
-            mean_loss=mean,
-            batch_size=4,
-            row_length=1,
-        )
-        estimate = loop.estimate("T4")
-    parameter_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    assert estimate.lengths[0].resident.parameters == parameter_bytes
-    assert estimate.fits("T4")
-
-
 def test_an_error_restores_the_model():
     model = Tied()
     weight = model.words.weight
@@ -242,22 +207,18 @@ def test_invalid_arguments_are_refused(batch, options, says):
     assert str(raised.value).startswith(says)
 
 
-def estimate_of(model, batch, mean_loss=None, **options):
-    optimizer = options.pop("optimizer", None) or torch.optim.AdamW(model.parameters())
-    return estimate_memory(
-        model, batch, optimizer, "T4", mean_loss=mean_loss or (lambda b: model(b["x"]).mean())
-    )
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_cuda_autocast_is_named_as_uncounted(device):
+    model = Tied()
 
+    def mean_of_autocast(batch):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return mean_loss(model)(batch)
 
-def test_cuda_autocast_is_named_as_uncounted():
-    batch, model = {"x": torch.zeros(2, 4, 8)}, nn.Linear(8, 8)
-
-    def mean_loss(rows):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            return model(rows["x"]).mean()
-
-    assert 'left out: torch.autocast("cuda")' in estimate_of(model, batch, mean_loss).table()
-    assert "left out" not in estimate_of(model, batch).table()
+    optimizer = torch.optim.AdamW(model.parameters())
+    estimate = estimate_memory(model, sample(), optimizer, "T4", mean_loss=mean_of_autocast)
+    assert ('left out: torch.autocast("cuda")' in estimate.table()) == (device == "cuda")
+    assert ("left out" in estimate.table()) == (device == "cuda")
 
 
 def test_the_trace_is_a_snapshot_of_pytorch(tmp_path):
