@@ -144,33 +144,6 @@ def test_a_search_does_not_change_the_gradients_of_any_leaf(search, earlier):
     assert_close(task.gradients(), expected)
 
 
-class Heads(Task):
-    """A task with three heads of one shape; each batch uses one head."""
-
-    def __init__(self):
-        super().__init__()
-        self.heads = [nn.Linear(16, 3) for _ in range(3)]
-
-    def run(self, numbers, place):
-        """Run a batch with each of these heads; memory runs out in the last one."""
-        step = AdaptiveStep(self.encoder, self)
-        for count, number in enumerate(numbers, start=1):
-            self.head, self.fails = self.heads[number], (place if count == len(numbers) else "", 0)
-            step(self.batch)
-
-
-@pytest.mark.parametrize("numbers", [[0, 1, 0, 1], [0, 1, 2]])
-@pytest.mark.parametrize("fails", ["backward", "forward"])
-def test_a_failed_attempt_keeps_the_gradients_of_leaves_of_earlier_batches(numbers, fails):
-    plain, task = Heads(), Heads()
-    for number in numbers:
-        plain.head = plain.heads[number]
-        plain.loss(*plain.batch).backward()
-    task.run(numbers, fails)
-    for head, own in zip(plain.heads, task.heads, strict=True):
-        assert_close([own.weight.grad], [head.weight.grad])
-
-
 class StepsInBackward:
     """A hook that steps a parameter and frees its gradient."""
 
