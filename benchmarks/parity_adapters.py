@@ -14,7 +14,6 @@ resumes, so only LoRA is resumed there.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -24,7 +23,6 @@ import harness
 import torch
 from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
-from support.stock import run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("accumulation", "clipping", "packed")},
@@ -33,7 +31,7 @@ EXTRAS = {
 EXTRAS["dropout"] = ("model.lora_dropout=0.1",)
 MERGED, ALONE = ("epochs=1",), ("epochs=2", "save_adapter_weights_only=True")
 QUICK = 7  # every so many-th
-RANKS, IN_ONE_START = 2, 4
+RANKS = 2
 STOCKS = {1: STOCK, RANKS: STOCK_ON_RANKS}
 Features = tuple[str, ...]
 
@@ -90,71 +88,46 @@ def whole_on_ranks() -> list[Features]:
     ]
 
 
-def run_all(setup: SmallSetup, tasks: Sequence[tuple[str, ...]], ranks: int) -> list[Finished]:
-    """Do runs in this process, or all in the same few."""
+def run_one(setup: SmallSetup, recipe: str, *keys: str, ranks: int) -> Finished:
+    """Run a recipe in this process, or on ranks."""
     if ranks == 1:
-        return [setup.run_in_process(*task) for task in tasks]
-    tasks = [(*task, "batch_size=2") for task in tasks]
-    return run_tasks(setup, tasks, ranks=ranks, timeout=1800)
+        return setup.run_in_process(recipe, *keys)
+    return setup.run(recipe, *keys, "batch_size=2", ranks=ranks)
 
 
-def run_both(
-    setup: SmallSetup, cases: Sequence[Features], ranks: int, *more: str
-) -> list[list[Finished]]:
-    """Our runs, and the stock recipe's."""
-    tasks = [
-        (recipe, *overrides(features), *more)
-        for recipe in (OURS, STOCKS[ranks])
-        for features in cases
-    ]
-    finished = run_all(setup, tasks, ranks)
-    return [finished[: len(cases)], finished[len(cases) :]]
-
-
-def compare_whole(setup: SmallSetup, cases: Sequence[Features], ranks: int) -> list[dict[str, Any]]:
-    both = zip(cases, *run_both(setup, cases, ranks), strict=True)
+def run_both(setup: SmallSetup, features: Features, ranks: int, *more: str) -> list[Finished]:
+    """Run our recipe and the stock recipe."""
     return [
-        outcome("whole", features, *runs, int("adapters alone" in features))
-        for features, *runs in both
+        run_one(setup, recipe, *overrides(features), *more, ranks=ranks)
+        for recipe in (OURS, STOCKS[ranks])
     ]
 
 
-def compare_resumed(
-    setup: SmallSetup, cases: Sequence[Features], ranks: int
-) -> list[dict[str, Any]]:
+def compare_whole(setup: SmallSetup, features: Features, ranks: int) -> list[dict[str, Any]]:
+    runs = run_both(setup, features, ranks)
+    return [outcome("whole", features, *runs, int("adapters alone" in features))]
+
+
+def compare_resumed(setup: SmallSetup, features: Features, ranks: int) -> list[dict[str, Any]]:
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
-    more = ("epochs=2", "max_steps_per_epoch=2")
-    tasks = [
-        (
-            *(recipe, *overrides(features), *more),
-            *(f"output_dir={interrupted(run, setup)}", "resume_from_checkpoint=True"),
-        )
-        for recipe, begun in zip(
-            (OURS, STOCKS[ranks]), run_both(setup, cases, ranks, *more), strict=True
-        )
-        for features, run in zip(cases, begun, strict=True)
-    ]
-    finished = run_all(setup, tasks, ranks)
-    both = zip(cases, finished[: len(cases)], finished[len(cases) :], strict=True)
-    return [outcome("resumed", *runs, 1) for runs in both]
+    keys = (*overrides(features), "epochs=2", "max_steps_per_epoch=2")
+    resumed = []
+    for recipe in (OURS, STOCKS[ranks]):
+        folder = interrupted(run_one(setup, recipe, *keys, ranks=ranks), setup)
+        goes_on = (f"output_dir={folder}", "resume_from_checkpoint=True")
+        resumed.append(run_one(setup, recipe, *keys, *goes_on, ranks=ranks))
+    return [outcome("resumed", features, *resumed, 1)]
 
 
 def is_identical(row: dict[str, Any]) -> bool:
     return bool(row["losses"] and row["grad_norms"] and row["adapters"])
 
 
-def starts(cases: Sequence[Features], size: int) -> Iterator[Sequence[Features]]:
-    """Cases that share a setup, and processes."""
-    for is_wide in (False, True):
-        chosen = [features for features in cases if ("QLoRA" in features) == is_wide]
-        yield from (chosen[begin : begin + size] for begin in range(0, len(chosen), size))
-
-
 def main() -> None:
     parser = harness.parser(__doc__, quick=f"every {QUICK}th comparison")
     parser.add_argument("--ranks", action="store_true", help=f"on {RANKS} ranks")
     arguments = parser.parse_args()
-    ranks, kinds, size = (RANKS, ("LoRA",), IN_ONE_START) if arguments.ranks else (1, KINDS, 1)
+    ranks, kinds = (RANKS, ("LoRA",)) if arguments.ranks else (1, KINDS)
     kinds = [kind for kind in kinds if kind != "QLoRA"]
     extras = ((), ("bf16",), ("clipping",), ("accumulation",))
     resumed = [(kind, *more) for kind in kinds for more in extras]
@@ -166,9 +139,9 @@ def main() -> None:
         wide.mkdir()
         setups = make_setup(small), make_wide_setup(wide)
         tasks = [
-            partial(compare, setups["QLoRA" in cases[0]], cases, ranks)
+            partial(compare, setups["QLoRA" in features], features, ranks)
             for compare, chosen in ((compare_whole, whole_runs), (compare_resumed, resumed))
-            for cases in starts(chosen[::every], size)
+            for features in chosen[::every]
         ]
         harness.run(
             "parity_adapters_on_ranks" if arguments.ranks else "parity_adapters",

@@ -2,8 +2,8 @@
 
     python benchmarks/parity_on_ranks.py [--quick] [--only WORD] [--output DIR]
 
-Each run is a real one on gloo, of two epochs on a small model; runs of both recipes take turns in
-the same processes. Losses, rates and gradient norms are compared as they are logged, weights as
+Each run is a real one on gloo, of two epochs on a small model. Losses, rates and gradient norms are
+compared as they are logged, weights as
 they are saved, all to the bit. Each recipe resumes from its own checkpoint.
 Exits 1 if a comparison differs, or a case cannot run: torchtune's recipe cannot run two of them.
 """
@@ -11,7 +11,6 @@ Exits 1 if a comparison differs, or a case cannot run: torchtune's recipe cannot
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ import torch
 from support.cli import (
     FEATURES,
     OURS,
+    STOCK_ON_RANKS,
     Finished,
     SmallSetup,
     interrupted,
@@ -29,12 +29,9 @@ from support.cli import (
     resumes,
     same_weights,
 )
-from support.stock import STOCK_ON_RANKS, run_tasks
 
 Overrides = tuple[str, ...]
 
-# Cases of one kind that share processes.
-IN_ONE_START = 6
 # Every N-th case.
 QUICK = 6
 
@@ -146,32 +143,29 @@ RESUMED = (
 # --- runs
 
 
-def compare_whole(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def compare_whole(setup: SmallSetup, case: Case) -> dict[str, Any]:
     """Two epochs with each recipe."""
-    stock, ours = run_both(setup, cases)
-    return [outcome("whole", *both) for both in zip(cases, stock, ours, strict=True)]
+    return outcome("whole", case, *run_both(setup, case))
 
 
-def compare_resumed(setup: SmallSetup, cases: Sequence[Case]) -> list[dict[str, Any]]:
+def compare_resumed(setup: SmallSetup, case: Case) -> dict[str, Any]:
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
-    finished = []
-    for recipe, runs in zip((STOCK_ON_RANKS, OURS), run_both(setup, cases), strict=True):
-        tasks = [
-            (recipe, *case.overrides, *resumes(recipe, interrupted(begun, setup)))
-            for case, begun in zip(cases, runs, strict=True)
-        ]
-        finished.append(run_tasks(setup, tasks, ranks=cases[0].ranks))
-    both = zip(cases, *finished, strict=True)
-    return [outcome("resumed", *runs) for runs in both]
+    recipes = (STOCK_ON_RANKS, OURS)
+    finished = [
+        setup.run(
+            recipe,
+            *(*case.overrides, *resumes(recipe, interrupted(begun, setup))),
+            ranks=case.ranks,
+        )
+        for recipe, begun in zip(recipes, run_both(setup, case), strict=True)
+    ]
+    return outcome("resumed", case, *finished)
 
 
-def run_both(setup: SmallSetup, cases: Sequence[Case]) -> list[list[Finished]]:
-    """Run the cases with each recipe in new processes. DTensor caches the names of process groups,
-    which the recipes create in different orders.
-    """
+def run_both(setup: SmallSetup, case: Case) -> list[Finished]:
+    """Run a case with each recipe."""
     return [
-        run_tasks(setup, [(recipe, *case.overrides) for case in cases], ranks=cases[0].ranks)
-        for recipe in (STOCK_ON_RANKS, OURS)
+        setup.run(recipe, *case.overrides, ranks=case.ranks) for recipe in (STOCK_ON_RANKS, OURS)
     ]
 
 
@@ -234,15 +228,6 @@ def figures(rows: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def starts(cases: Sequence[Case]) -> Iterator[Sequence[Case]]:
-    """Cases that share processes."""
-    for ranks in dict.fromkeys(case.ranks for case in cases):
-        chosen = [case for case in cases if case.ranks == ranks]
-        yield from (
-            chosen[begin : begin + IN_ONE_START] for begin in range(0, len(chosen), IN_ONE_START)
-        )
-
-
 def main() -> None:
     parser = harness.parser(__doc__, quick=f"every {QUICK}th case")
     parser.add_argument("--only", default="", metavar="WORD", help="cases with this word")
@@ -254,22 +239,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
 
-        def rows(compare: Any, cases: Sequence[Case]) -> list[dict[str, Any]]:
-            """Compare cases that share processes, each alone after one has failed."""
+        def rows(compare: Any, case: Case) -> list[dict[str, Any]]:
             try:
-                return compare(setup, cases)
+                return [compare(setup, case)]
             except AssertionError as error:
-                if len(cases) > 1:
-                    return [row for case in cases for row in rows(compare, [case])]
-                return [{"kind": "failed", "case": cases[0].name, "failed": str(error)}]
+                return [{"kind": "failed", "case": case.name, "failed": str(error)}]
 
         harness.run(
             "parity_on_ranks",
             arguments.output,
             harness.quietly(
-                partial(rows, compare, cases)
+                partial(rows, compare, case)
                 for compare, chosen in ((compare_whole, whole), (compare_resumed, resumed))
-                for cases in starts(chosen)
+                for case in chosen
             ),
             dict,
             columns="kind:<38 case:<46 ranks:>5 steps:>5 identical_losses:>16"

@@ -24,7 +24,6 @@ import torch
 from support import distillation, preferences
 from support.adapters import same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup, same_weights
-from support.stock import run_tasks
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("bf16", "activation checkpointing", "accumulation")},
@@ -161,24 +160,12 @@ def outcome(
 
 def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
     own = overrides(setup, kind, features)
-    ours, stock = (
-        setup.run_in_process(recipe, *own) for recipe in (KINDS[kind].ours, KINDS[kind].stock)
-    )
+    recipes = (KINDS[kind].ours, KINDS[kind].stock)
+    if "ranks" in kind:
+        ours, stock = (setup.run(recipe, *own, ranks=RANKS) for recipe in recipes)
+    else:
+        ours, stock = (setup.run_in_process(recipe, *own) for recipe in recipes)
     return [outcome(kind, features, ours, stock)]
-
-
-def compare_on_ranks(setup: SmallSetup, chosen: Sequence[Case]) -> list[dict[str, Any]]:
-    """All on the same ranks, one after another."""
-    tasks = [
-        (recipe, *overrides(setup, kind, features))
-        for kind, features in chosen
-        for recipe in (KINDS[kind].ours, KINDS[kind].stock)
-    ]
-    finished = run_tasks(setup, tasks, ranks=RANKS, timeout=1800)
-    return [
-        outcome(*case, ours, stock)
-        for case, ours, stock in zip(chosen, finished[::2], finished[1::2], strict=True)
-    ]
 
 
 def compare_resumed(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
@@ -203,12 +190,10 @@ def main() -> None:
     every = QUICK if arguments.quick else 1
     chosen = cases()[::every]
     resumed = [*product(("DPO, LoRA", "distillation, LoRA"), ((), ("bf16",)))][::every]
-    on_ranks = [case for case in chosen if "ranks" in case[0]]
     with tempfile.TemporaryDirectory() as folder:
         setup = make_setup(Path(folder))
         tasks = [
-            *(partial(compare, setup, *case) for case in chosen if case not in on_ranks),
-            partial(compare_on_ranks, setup, on_ranks),
+            *(partial(compare, setup, *case) for case in chosen),
             *(partial(compare_resumed, setup, *case) for case in resumed),
         ]
         harness.run(

@@ -14,8 +14,17 @@ from typing import NamedTuple
 
 import pytest
 from support import adapters, distillation, preferences
-from support.cli import FEATURES, LOG, MODEL, OURS, STOCK, block, same_weights, write_vision_base
-from support.stock import STOCK_ON_RANKS, run_tasks
+from support.cli import (
+    FEATURES,
+    LOG,
+    MODEL,
+    OURS,
+    STOCK,
+    STOCK_ON_RANKS,
+    block,
+    same_weights,
+    write_vision_base,
+)
 
 
 class Recipe(NamedTuple):
@@ -159,13 +168,11 @@ def test_each_recipe_trains_as_the_stock_recipe(small, wide, name, overrides):
 def test_two_ranks_train_as_the_stock_recipe(small, wide, name):
     setup = wide if name == "adapters" else small
     keys, recipe = own_keys(setup, name), RECIPES[name]
-    tasks = [
-        (one, *keys, *overrides)
-        for overrides in ON_RANKS[name]
-        for one in (recipe.ours, recipe.stock_on_ranks)
-    ]
-    finished = run_tasks(setup, tasks, ranks=2)
-    for ours, stock in zip(finished[::2], finished[1::2], strict=True):
+    for overrides in ON_RANKS[name]:
+        ours, stock = (
+            setup.run(one, *keys, *overrides, ranks=2)
+            for one in (recipe.ours, recipe.stock_on_ranks)
+        )
         assert_alike(name, ours, stock, logs=not name.startswith("pairs"))
         assert name != "full" or ours.figures("lr") == stock.figures("lr")
 
@@ -198,8 +205,8 @@ def test_a_rank_whose_rows_have_no_label_does_not_make_the_loss_nan(small):
     # Rows of rank 1's second batch.
     rows = {"lengths": [8 + row % 5 for row in range(32)], "unlabelled": [9, 11, 13, 15]}
     unlabelled = (ONCE, "shuffle=False", *block("dataset", "support.components.OfLengths", **rows))
-    tasks = [(recipe, *unlabelled) for recipe in (STOCK_ON_RANKS, OURS)]
-    stock, ours = ([float(loss) for loss in run.losses] for run in run_tasks(small, tasks, ranks=2))
+    runs = [small.run(recipe, *unlabelled, ranks=2) for recipe in (STOCK_ON_RANKS, OURS)]
+    stock, ours = ([float(loss) for loss in run.losses] for run in runs)
     assert len(stock) == len(ours) == 4
     assert ours[0] == stock[0]
     assert math.isnan(stock[1])

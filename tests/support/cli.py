@@ -15,6 +15,7 @@ Qwen2 of two layers.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import logging
@@ -32,11 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 from support.paths import ROOT
 from support.processes import run
 from torch import nn
+from torchtune import training
 from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
@@ -50,7 +53,7 @@ from adaptive_batch.report import read_records
 from adaptive_batch.torchtune.job import restored_compiler
 
 OURS = "adaptive_full_finetune"
-STOCK = "full_finetune_single_device"
+STOCK, STOCK_ON_RANKS = "full_finetune_single_device", "full_finetune_distributed"
 TUNE = Path(sys.executable).parent / "tune"
 LOG = "log.txt"
 
@@ -192,7 +195,6 @@ class SmallSetup:
         expect: int | Sequence[int] | None = 0,
         environment: Callable[[int], dict[str, str]] = lambda rank: {},
         before: str = "",
-        during: Callable[[list[int]], object] = lambda processes: None,
     ) -> Finished:
         """Run the command line in new processes.
 
@@ -205,17 +207,14 @@ class SmallSetup:
             environment: returns further variables of a rank; its ``OVERRIDES``, key=value pairs,
                 are overrides of this rank alone.
             before: dotted path of a function without arguments that each rank calls first.
-            during: function that is called with the process numbers once all processes run.
         """
         arguments, output_dir = self._arguments(recipe, overrides, config)
-        command = (["tune", *arguments],)
         ended = run(
-            *((_run_on_rank, recipe, arguments[2:], before) if ranks else command),
+            *(_tune, arguments, before),
             ranks=ranks,
             environment=lambda rank: {**self._environment(), **environment(rank)},
             timeout=500,
             terminates=True,
-            during=during,
         )
         statuses = [one.exit_status for one in ended]
         output = "\n".join(one.output for one in ended)
@@ -275,13 +274,24 @@ class SmallSetup:
         }
 
 
-def _run_on_rank(recipe: str, arguments: list[str], before: str) -> None:
-    """Run ``python -m RECIPE ARGUMENTS`` as torchrun does."""
-    sys.argv = [recipe, *arguments, *os.environ.get("OVERRIDES", "").split()]
+def _tune(arguments: list[str], before: str) -> None:
+    """Run ``tune ARGUMENTS`` in a process of :meth:`SmallSetup.run`."""
     if before:
         module, _, name = before.rpartition(".")
         getattr(import_module(module), name)()
-    runpy.run_module(recipe, run_name="__main__", alter_sys=True)
+    if not arguments[1].startswith("adaptive_"):
+        _let_stock_recipes_run_on_a_cpu()
+    sys.argv = ["tune", *arguments, *os.environ.get("OVERRIDES", "").split()]
+    runpy.run_path(str(TUNE), run_name="__main__")
+
+
+def _let_stock_recipes_run_on_a_cpu() -> None:
+    """Replace the calls of torchtune's distributed recipes that fail on a CPU."""
+    init_process_group = dist.init_process_group
+    dist.init_process_group = lambda backend, **options: init_process_group("gloo", **options)
+    training.get_memory_stats = lambda device: {}
+    training.log_memory_stats = lambda stats, **options: None
+    training.cleanup_before_training = gc.collect
 
 
 def make_setup(folder: Path, **dimensions: int) -> SmallSetup:

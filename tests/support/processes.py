@@ -66,7 +66,6 @@ def run(
     timeout: float = 150.0,
     joins_group: bool = False,
     terminates: bool = False,
-    during: Callable[[list[int]], object] = lambda processes: None,
 ) -> list[Ended]:
     """Run processes until they end or the timeout passes.
 
@@ -80,7 +79,6 @@ def run(
         timeout: seconds until all processes are killed.
         joins_group: whether ranks join a gloo process group first.
         terminates: whether an error of one rank soon ends the other ranks.
-        during: function that is called with the process numbers once all processes run.
     """
     function = target if callable(target) else _run_command
     given = arguments if callable(target) else (list(target), folder or Path.cwd())
@@ -93,7 +91,6 @@ def run(
             variables = environment_of_rank(rank, ranks, store.port) if ranks and store else {}
             variables |= environment(rank)
             processes.append(_started(function, given, variables, output, joins_group))
-        during([process.pid or 0 for process in processes])
         ended = [Ended() for _ in processes]
         _wait(processes, ended, begin, timeout, terminates)
         for one, output in zip(ended, outputs, strict=True):
@@ -153,11 +150,6 @@ def run_torchrun(ranks: int, *words: object, **options: Any) -> subprocess.Compl
     return run_python(*launch, *words, **{"EMULATE_COPIED_BYTES": "65536", **options})
 
 
-def start(function: Callable[..., Any], *arguments: Any, output: Path) -> Any:
-    """Start a process that calls a function of a module and appends its output to a file."""
-    return _started(function, arguments, {}, output, False)
-
-
 def hosted_store() -> dist.TCPStore:
     """Return a store that this process hosts, as torchrun does for its ranks."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -196,6 +188,8 @@ def _call(
     # Trials and retries collect garbage; frozen imported objects are not traversed.
     gc.freeze()
     os.environ.update(environment)
+    # A forked child inherits the start method of the server.
+    multiprocessing.set_start_method(None, force=True)
     # Two workers of pytest share two cores.
     torch.set_num_threads(1)
     status, result, error = 0, None, None
@@ -254,8 +248,6 @@ def _wait(
 
 def _run_command(words: list[str], folder: Path) -> None:
     os.chdir(folder)
-    # A forked child inherits the start method of the server.
-    multiprocessing.set_start_method(None, force=True)
     program, *rest = words
     script = folder / rest[0] if program == "python" else Path(sys.executable).parent / program
     if program == "python" and rest[0] == "-m":
