@@ -2,8 +2,8 @@
 
     python benchmarks/kills.py [--kills N] [--seed N] [--jobs N] [--ways WAY ...] [--output DIR]
 
-Each way is trained once without a kill. Then N runs in total are killed with SIGKILL at random
-moments, and resumed with the real command line each time (tests/support/killed_runs.py). Weights of
+Each way is trained once without a kill. Then N runs in total are killed at random moments, and
+resumed with the real command line each time (tests/support/killed_runs.py). Weights of
 every epoch and all figures of every step and validation, except times, are compared bit by bit.
 Repeated steps are compared with their first run, and the audit must succeed. Exits with 1 if
 anything differs, or if no kill hit one of the moments.

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 from support.cli import OURS, cosine_after, records
-from support.killed_runs import DROPOUT, SAVES, signal_ranks
+from support.killed_runs import DROPOUT, MOMENTS, SAVES, ending
 from support.trajectories import run_differences
 
 from adaptive_batch.distributed import EXIT_STATUS
@@ -32,9 +32,15 @@ def whole(small):
 def test_a_restart_after_a_killed_rank_equals_the_undisturbed_run(small, whole, aim, killed):
     folder = small.fresh_folder()
     keys = (OURS, *PLAIN, f"output_dir={folder}", "resume_from_checkpoint=auto")
-    kill = signal_ranks(folder, aim, (killed,), count=5)
-    statuses = [-signal.SIGKILL if rank == killed else 1 for rank in range(2)]
-    first = small.run(*keys, ranks=2, during=kill, expect=statuses)
+    kill = ending(aim, call=MOMENTS[aim].calls, seconds=0.01)
+    statuses = [-signal.SIGALRM if rank == killed else 1 for rank in range(2)]
+    first = small.run(
+        *keys,
+        ranks=2,
+        environment=lambda rank: kill if rank == killed else {},
+        before="support.killed_runs.arm",
+        expect=statuses,
+    )
     assert first.spread < 60
     messages = re.findall(r"^(?:rank \d+:.*|Traceback.*)$", first.output, flags=re.MULTILINE)
     assert len(messages) == 1, first.output[-5000:]
@@ -48,8 +54,15 @@ def test_ranks_that_are_asked_to_end_save_one_checkpoint_and_resume_bit_for_bit(
     folder = small.fresh_folder()
     keys = (OURS, *PLAIN, "save_every_n_steps=null", f"output_dir={folder}")
     for asked in ((1,), (0, 1)):
-        asks = signal_ranks(folder, "among steps", asked, count=3, number=signal.SIGTERM)
-        small.run(*keys, ranks=2, during=asks, expect=EXIT_STATUS)
+        small.run(
+            *keys,
+            ranks=2,
+            environment=lambda rank, asked=asked: (
+                ending("among steps", call=3) if rank in asked else {}
+            ),
+            before="support.killed_runs.arm",
+            expect=EXIT_STATUS,
+        )
         last = records(folder, "preempted")[-1]["step"]
         assert (folder / f"step_{last}" / "resume.json").exists()
         keys = (*keys, "resume_from_checkpoint=True")

@@ -1,12 +1,13 @@
 """Kill runs at random moments, resume them, and compare them with a run that was never killed;
 benchmarks/kills.py does this.
 
-Another process sends SIGKILL a random time after the files of a run show a chosen moment. The files
-after the kill show the actual moment.
+A timer of the process kills it a random time after the call of a method, at any instruction.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 import random
 import signal
@@ -18,10 +19,12 @@ from typing import Any
 
 from support import adapters, distillation, preferences
 from support.cli import OURS, SmallSetup, block, cosine_after
-from support.processes import start
+from support.processes import run
 from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
-from adaptive_batch.report import read_records
+from adaptive_batch.checkpoint import CheckpointManager
+from adaptive_batch.report import RunLog, read_records
+from adaptive_batch.torchtune import Job, LimitFinder, Saver, Trainer
 
 COSINE = cosine_after(3)
 DROPOUT = ("model.attn_dropout=0.2", "clip_grad_norm=0.5")
@@ -107,188 +110,82 @@ WAYS: dict[str, Way] = {
         )
     ),
 }
-# Moments of a kill, and its maximum delay in seconds after the run's files show the moment.
-MOMENTS = {
-    "in the probe": 0.5,
-    "among steps": 0.05,
-    "in a save": 0.04,
-    "after a rename": 0.003,
-    "in an epoch's save": 0.02,
-    "where the batch grows": 0.006,
-    "elsewhere": 2.5,  # any moment after the start of the process
-}
-# Maximum seconds from a rename to a kill "after a rename"; file systems store times to 4 ms.
-JUST_AFTER = 0.01
-MOST_PER_RUN = 10
-PAUSE = 0.0002
-
-
-def signal_ranks(
-    folder: Path,
-    aim: str,
-    ranks: Sequence[int],
-    *,
-    count: int = 1,
-    number: signal.Signals = signal.SIGKILL,
-) -> Callable[[list[int]], None]:
-    """Return a function for ``during`` of a run. It sends ranks a signal at a moment of
-    ``MOMENTS``; ``among steps`` is after `count` steps.
-    """
-
-    def send(processes: list[int]) -> None:
-        watch = Watchdog(folder)
-        while not watch.is_at(aim, count):
-            if not all(Path(f"/proc/{process}").exists() for process in processes):
-                return
-            time.sleep(PAUSE)
-        for rank in ranks:
-            os.kill(processes[rank], number)
-
-    return send
 
 
 @dataclass(frozen=True)
-class Run:
-    """A run in a folder that is started repeatedly."""
+class Moment:
+    """A kill some seconds after the start of a call of a method."""
 
-    setup: SmallSetup
-    recipe: str
-    overrides: tuple[str, ...]
-    folder: Path
-
-    def start(self) -> Any:
-        """Start the run, or resume it from its last save; return the process."""
-        saved = any(self.folder.glob("step_*"))
-        resumes = ("resume_from_checkpoint=True",) if saved else ()
-        keys = (f"output_dir={self.folder}", *self.overrides, *resumes)
-        output = self.folder / "printed.txt"
-        return start(self.setup.run_in_process, self.recipe, *keys, output=output)
-
-    def finish(self) -> None:
-        """Train to the end."""
-        process = self.start()
-        process.join()
-        self.check(process)
-
-    def check(self, process: Any) -> None:
-        """Raise AssertionError with the output of a failed process."""
-        if process.exitcode:
-            printed = (self.folder / "printed.txt").read_text()[-5000:]
-            raise AssertionError(f"exit status {process.exitcode}:\n{printed}")
-
-    def kill(self, aim: str, chance: random.Random, moments: tuple[str, ...]) -> str | None:
-        """Start the run and kill it; return the actual moment, or None if the run ended before."""
-        watch, count = Watchdog(self.folder), chance.randint(1, 6)
-        delay, process = chance.uniform(0, MOMENTS[aim]), self.start()
-        deadline = None
-        while deadline is None or time.perf_counter() < deadline:
-            if not process.is_alive():
-                self.check(process)
-                return None
-            if deadline is None and watch.is_at(aim, count):
-                deadline = time.perf_counter() + delay
-            time.sleep(PAUSE)
-        killed = time.time_ns()
-        process.kill()
-        process.join()
-        if process.exitcode != -signal.SIGKILL:
-            self.check(process)
-            return None
-        return watch.was_at(killed, moments)
+    owner: type
+    method: str
+    seconds: float  # maximum
+    calls: int = 2  # maximum number of the call
+    where: Callable[..., bool] = lambda *_, **__: True
 
 
-class Watchdog:
-    """Reads the files of a run since its start."""
+MOMENTS = {
+    "in the probe": Moment(LimitFinder, "find_limits", 0.5, calls=1),
+    "among steps": Moment(Trainer, "step", 0.05, calls=6),
+    "in a save": Moment(CheckpointManager, "_write", 0.04),
+    "after a rename": Moment(Path, "rename", 0.003),
+    "in an epoch's save": Moment(Saver, "_export", 0.02),
+    "where the batch grows": Moment(
+        RunLog, "event", 0.006, where=lambda log, kind, *_, **__: kind == "batch_size"
+    ),
+    # Any moment after the start of the recipe.
+    "elsewhere": Moment(Job, "__init__", 2.5, calls=1),
+}
+MOST_PER_RUN = 10
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._record = folder / "adaptive_batch" / "run.jsonl"
-        self._begin = self._record.stat().st_size if self._record.exists() else 0
-        self._before = self._folders()
 
-    def is_at(self, moment: str, count: int) -> bool:
-        """Return whether the run has reached a moment; moments among steps count `count` steps."""
-        kinds = self._kinds()
-        match moment:
-            case "in the probe":
-                return "start" in kinds
-            case "among steps":
-                return kinds.count("step") >= count
-            case "in a save":
-                return kinds.count("step") >= count and self._has_new(".saving-step_")
-            case "after a rename":
-                return self._has_new("step_")
-            case "in an epoch's save":
-                return self._saves_epoch(kinds)
-            case "where the batch grows":
-                return self._grows(kinds)
-            case _:
-                return True
+def ending(moment: str, *, call: int, seconds: float = 0.0) -> dict[str, str]:
+    """Return the variables of a process that :func:`arm` ends at a moment: it is killed some
+    seconds after the call, or with 0 seconds gets SIGTERM.
+    """
+    return {"ENDING": json.dumps([moment, call, seconds])}
 
-    def was_at(self, killed_ns: int, moments: tuple[str, ...]) -> str:
-        """Return the moment at which a run was killed, from its files."""
-        kinds = self._kinds()
-        if self._saves_epoch(kinds):
-            return "in an epoch's save"
-        if self._has_new(".saving-step_"):
-            return "in a save"
-        renamed = max(
-            (at for name, (_, at) in self._folders().items() if name.startswith("step_")), default=0
-        )
-        if killed_ns - renamed < JUST_AFTER * 1e9 or self._has_new(".removed-", ".replaced-step_"):
-            return "after a rename"
-        probe = self._folder / "adaptive_batch" / "probe.json"
-        if "in the probe" in moments and "start" in kinds and not probe.exists():
-            return "in the probe"
-        if "where the batch grows" in moments and self._grows(kinds):
-            return "where the batch grows"
-        return "among steps" if "step" in kinds else "elsewhere"
 
-    def _kinds(self) -> list[str]:
-        """Return the kinds of the records since the start."""
-        if not self._record.exists():
-            return []
-        with self._record.open("rb") as file:
-            file.seek(self._begin)
-            lines = file.read().split(b"\n")
-        return [
-            line.split(b'"')[3].decode()
-            for line in lines
-            if line.startswith(b'{"kind": "') and line.count(b'"') > 3
-        ]
+def arm() -> None:
+    """Let this process end as its variables say, if they are set; see :func:`ending`."""
+    if "ENDING" not in os.environ:
+        return
+    name, number, seconds = json.loads(os.environ["ENDING"])
+    moment = MOMENTS[name]
 
-    def _folders(self) -> dict[str, tuple[int, int]]:
-        """Return the inode and the time of the last change or rename of each save's folder."""
-        found = {}
-        for name in os.listdir(self._folder):
-            path = self._folder / name
-            if name.startswith((".", "step_", "epoch_")):
-                try:
-                    # torchtune's checkpointer creates an empty folder.
-                    if name != ".saving" or os.listdir(path):
-                        found[name] = (path.stat().st_ino, path.stat().st_ctime_ns)
-                except FileNotFoundError:
-                    continue
-        return found
+    def end() -> None:
+        if seconds:
+            # Its signal, SIGALRM, kills the process, whatever runs then.
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+        else:
+            signal.raise_signal(signal.SIGTERM)
 
-    def _new(self) -> set[str]:
-        return {name for name, at in self._folders().items() if self._before.get(name) != at}
+    before_call(moment.owner, moment.method, end, number=number, where=moment.where)
 
-    def _has_new(self, *prefixes: str) -> bool:
-        return any(name.startswith(prefixes) for name in self._new())
 
-    def _grows(self, kinds: list[str]) -> bool:
-        """Return whether the batch grows after the last step or before the first resumed one."""
-        if "step" in kinds:
-            kinds = kinds[len(kinds) - kinds[::-1].index("step") :]
-            return "batch_size" in kinds or "checkpoint" in kinds
-        return bool(self._before) and "batch_size" in kinds
+def before_call(
+    owner: type,
+    name: str,
+    act: Callable[[], object],
+    *,
+    number: int,
+    where: Callable[..., bool] = lambda *_, **__: True,
+) -> None:
+    """Run a function before call `number` of a method, counted from 1, of the calls for whose
+    arguments `where` is true.
+    """
+    whole, calls = getattr(owner, name), itertools.count(1)
 
-    def _saves_epoch(self, kinds: list[str]) -> bool:
-        """Return whether an epoch is being saved or not recorded yet."""
-        new = self._new()
-        in_place = sum(name.startswith("epoch_") for name in new)
-        return ".saving" in new or in_place > kinds.count("checkpoint")
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if where(*arguments, **named) and next(calls) == number:
+            act()
+        return whole(*arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def _start(setup: SmallSetup, recipe: str, keys: Sequence[str]) -> None:
+    arm()
+    setup.run_in_process(recipe, *keys)
 
 
 def experiment(setup: SmallSetup, name: str, *, kills: int, seed: int) -> dict[str, Any]:
@@ -297,36 +194,45 @@ def experiment(setup: SmallSetup, name: str, *, kills: int, seed: int) -> dict[s
     way, chance = WAYS[name], random.Random(f"{name} {seed}")
     overrides = (*way.overrides, *way.write_files(setup))
 
-    def new_run() -> Run:
-        return Run(setup, way.recipe, overrides, setup.fresh_folder())
+    def start(folder: Path, variables: dict[str, str]) -> bool:
+        """Start or resume a run; return whether it was killed."""
+        resumes = ("resume_from_checkpoint=True",) * any(folder.glob("step_*"))
+        keys = (f"output_dir={folder}", *overrides, *resumes)
+        (ended,) = run(
+            _start, setup, way.recipe, keys, environment=lambda rank: variables, timeout=500
+        )
+        assert ended.exit_status in (0, -signal.SIGALRM), ended.output[-5000:]
+        return ended.exit_status != 0
 
-    whole = new_run()
-    whole.finish()
-    log = read_records(whole.folder / "adaptive_batch" / "run.jsonl")
+    whole = setup.fresh_folder()
+    start(whole, {})
+    log = read_records(whole / "adaptive_batch" / "run.jsonl")
     kinds = [record["kind"] for record in log]
     missing = {
         "in the probe": "bound" not in kinds,
         "where the batch grows": "batch_size" not in kinds,
     }
-    moments = tuple(moment for moment in MOMENTS if not missing.get(moment))
-    hits = dict.fromkeys(moments, 0)
+    hits = {moment: 0 for moment in MOMENTS if not missing.get(moment)}
     differing: list[str] = []
     runs = 0
     while sum(hits.values()) < kills:
-        run, runs, in_run = new_run(), runs + 1, 0
+        folder, runs, in_run = setup.fresh_folder(), runs + 1, 0
         while sum(hits.values()) < kills and in_run < MOST_PER_RUN:
-            is_known = (run.folder / "adaptive_batch" / "probe.json").exists()
-            aims = [moment for moment in moments if not (is_known and moment == "in the probe")]
+            is_known = (folder / "adaptive_batch" / "probe.json").exists()
+            aims = [moment for moment in hits if not (is_known and moment == "in the probe")]
             least = min(hits[moment] for moment in aims)
             aim = chance.choice([moment for moment in aims if hits[moment] == least])
-            hit = run.kill(aim, chance, moments)
-            if hit is None:
+            moment = MOMENTS[aim]
+            seconds = chance.uniform(0.0001, moment.seconds)
+            if not start(
+                folder, ending(aim, call=chance.randint(1, moment.calls), seconds=seconds)
+            ):
                 break
-            hits[hit] += 1
+            hits[aim] += 1
             in_run += 1
         else:
-            run.finish()
-        found = run_differences(run.folder, whole.folder)
+            start(folder, {})
+        found = run_differences(folder, whole)
         differing += [f"run {runs}: {difference}" for difference in found]
     return {
         "way": name,
