@@ -20,8 +20,9 @@ from typing import Any
 
 import harness
 import torch
-from support.fault_injection import PHASES, Way, sweep
+from support.fault_injection import Way, sweep
 
+PHASES = ("forward", "backward", "between", "counting", "clipping")
 # Every N-th operation.
 QUICK = 29
 FLAGS = (False, True)
@@ -49,7 +50,7 @@ def measure(way: Way, *, every: int) -> dict[str, Any]:
         **asdict(way),
         "way": str(way),
         "places": len(swept),
-        **{phase.replace(" ", "_"): phases[phase] for phase in PHASES},
+        **{phase: phases[phase] for phase in PHASES},
         "identical": sum(not names for _, names in swept),
         "differing": Counter(name for _, names in swept for name in names),
     }
@@ -63,13 +64,13 @@ def main() -> None:
     arguments = parser.parse_args()
     # The model is tiny.
     torch.set_num_threads(1)
-    phases = " ".join(f"{phase.replace(' ', '_')}:>{max(6, len(phase))}" for phase in PHASES)
+    phases = " ".join(f"{phase}:>{len(phase)}" for phase in PHASES)
     harness.run(
         f"faults_{arguments.kind}" if arguments.kind else "faults",
         arguments.output,
         WAYS[arguments.kind],
         lambda way: measure(way, every=QUICK if arguments.quick else 1),
-        columns=f"way:<38 places:>6 {phases} identical:>9 seconds:>8.1f",
+        columns=f"way:<46 places:>6 {phases} identical:>9 seconds:>8.1f",
         errors=lambda row: [row["differing"]] if row["differing"] or not row["places"] else [],
         figures=lambda rows: {
             key: sum(row[key] for row in rows) for key in ("places", "identical")

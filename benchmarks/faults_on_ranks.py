@@ -8,34 +8,35 @@ and of the next step are compared bit by bit with ranks that had the smaller lim
 Such a trial must report that its size does not fit, and later trials must have the same peaks, to
 the byte. If the others cannot be notified (in a collective, while counting or clipping, while
 recovering, or in the first micro-batch ever), the rank must report it, and all processes must end.
-No rank may wait for another (tests/support/fault_injection_on_ranks.py).
+No rank may wait for another (tests/support/fault_injection.py).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import harness
 import torch
-from support.fault_injection_on_ranks import (
+from support.fault_injection import (
     Outcome,
     Way,
     at_first,
     chosen,
     once_more,
     survey,
-    sweep,
+    sweep_on_ranks,
 )
 
+AT_THE_END = Way(syncs_every_micro_batch=False)
 WAYS = [
-    Way(False, measures_noise=True),
-    Way(True),
-    Way(False, trials=True),
-    Way(True, trials=True),
-    Way(False),
-    Way(True, measures_noise=True),
+    replace(AT_THE_END, measures_noise=True),
+    Way(),
+    replace(AT_THE_END, trials=True),
+    Way(trials=True),
+    AT_THE_END,
+    Way(measures_noise=True),
 ]
 # Operations after the first failure.
 AGAIN = (1, 4, 8, 12, 20, 40, 200)
@@ -51,7 +52,7 @@ def measure(way: Way, *, every: int, lost_of_each_phase: int) -> dict[str, Any]:
     replayed, lost = chosen(survey(way), every=every, lost_of_each_phase=lost_of_each_phase)
     nested = once_more(replayed, after=AGAIN)[:: max(1, 4 - lost_of_each_phase)]
     first = [] if way.trials else at_first(replayed, lost_of_each_phase)
-    outcomes = list(sweep(way, [*replayed, *lost, *nested, *first]))
+    outcomes = list(sweep_on_ranks(way, [*replayed, *lost, *nested, *first]))
     ends = [each.seconds for each in outcomes if each.ended == "lost" and each.seconds is not None]
     counts = Counter(outcome.ended for outcome in outcomes)
     by_phase = Counter(f"{phase}: {each.ended}" for each in outcomes for phase in set(each.phases))
@@ -82,7 +83,7 @@ def main() -> None:
         arguments.output,
         [WAYS[number] for number in arguments.ways],
         lambda way: measure(way, every=arguments.every, lost_of_each_phase=arguments.lost),
-        columns="way:<52 places:>6 replayed:>8 lost:>5 wrong:>5 longest_end:>11.1f seconds:>8.1f",
+        columns="way:<70 places:>6 replayed:>8 lost:>5 wrong:>5 longest_end:>11.1f seconds:>8.1f",
         errors=lambda row: row["wrong"] if row["places"] else ["no place"],
         figures=lambda rows: {
             "places": sum(row["places"] for row in rows),

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from support.fault_injection_on_ranks import (
+from support.fault_injection import (
     PATIENCE_SECONDS,
     Place,
     Way,
     chosen,
     once_more,
     survey,
-    sweep,
+    sweep_on_ranks,
 )
 
 pytestmark = pytest.mark.slow
 
+NOISE = Way(syncs_every_micro_batch=False, measures_noise=True)
+
 
 @pytest.fixture(scope="module")
 def seen():
-    return survey(Way(False, measures_noise=True))
+    return survey(NOISE)
 
 
 def test_a_step_has_places_of_every_kind(seen):
@@ -28,14 +30,13 @@ def test_a_step_has_places_of_every_kind(seen):
 
 
 def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
-    way = Way(False, measures_noise=True)
     replayed, lost = chosen(seen, every=max(1, len(seen) // 10), lost_of_each_phase=1)
     collective = next(
         place
         for place, (phase, _) in zip(lost, _lost_phases(seen), strict=True)
         if phase == "collective"
     )
-    outcomes = list(sweep(way, [*replayed, collective, *once_more(replayed, after=[8])]))
+    outcomes = list(sweep_on_ranks(NOISE, [*replayed, collective, *once_more(replayed, after=[8])]))
     assert [
         outcome
         for outcome in outcomes
@@ -62,7 +63,7 @@ def test_a_trial_in_which_one_rank_fails_does_not_fit_and_leaves_nothing():
         Place((700, 700)),
         Place((120, 0)),
     ]  # the last before the trial itself
-    outcomes = list(sweep(Way(False, trials=True), places))
+    outcomes = list(sweep_on_ranks(Way(syncs_every_micro_batch=False, trials=True), places))
     assert [(outcome.ended, outcome.differing) for outcome in outcomes] == [
         ("replayed", [])
     ] * 3 + [("lost", [])]

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from support.fakes import FakeBackend
-from support.fault_injection_on_ranks import Training, Way
+from support.fault_injection import Training, Way
 from support.processes import run_on_ranks
-from support.sharded_model import Row, make_rows, training_state
+from support.same_state import differences
+from support.sharded_model import Row, make_rows
 
 from adaptive_batch import distributed
 from adaptive_batch.memory.device import AcceleratorMemory
@@ -32,14 +33,6 @@ class Trained(Training):
     def rows_of_trial(self, number: int) -> list[Row]:
         return make_rows((96,) * number)
 
-    def traces(self, before: dict[str, Any]) -> list[str]:
-        """Return the names of the values that differ from an earlier state."""
-        after = self.state()
-        return [name for name, value in before.items() if value != after[name]]
-
-    def state(self) -> dict[str, Any]:
-        return training_state(self.model, self.optimizer)
-
 
 def fitting(run: Callable[[], Trial]) -> int:
     trial = run()
@@ -50,8 +43,8 @@ def fitting(run: Callable[[], Trial]) -> int:
 
 def searched(sync: bool) -> dict[str, Any]:
     """Return the peaks of trials, and the result of a search in which one rank has less memory."""
-    trained = Trained(Way(sync))
-    before = trained.state()
+    trained = Trained(Way(syncs_every_micro_batch=sync))
+    before = trained.everything()
     with trained.dry_run() as trial:
         peaks = {size: fitting(partial(trial, size)) for size in range(1, MOST + 1)}
     found: dict[str, Any] = {"peaks": peaks, "searches": {}}
@@ -68,14 +61,14 @@ def searched(sync: bool) -> dict[str, Any]:
             [(one.batch_size, one.fits, one.peak_bytes) for one in result.trials],
             again,
         )
-    found["traces"] = trained.traces(before)
+    found["traces"] = differences(before, trained.everything())
     return found
 
 
 def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
     """Return evaluation trials, one of which exceeds the budget on some ranks."""
-    trained = Trained(Way(True))
-    before = trained.state()
+    trained = Trained(Way())
+    before = trained.everything()
     exceeded = []
 
     def exceed() -> None:
@@ -95,7 +88,7 @@ def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
         "fits": fits,
         "exceeded": bool(exceeded),
         "peaks": (alone, later),
-        "traces": trained.traces(before),
+        "traces": differences(before, trained.everything()),
     }
 
 

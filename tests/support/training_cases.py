@@ -125,7 +125,9 @@ class Training:
     the optimizer steps in backward.
     """
 
-    def __init__(self, case: Case, *, device: torch.device = CPU) -> None:
+    def __init__(
+        self, case: Case, *, device: torch.device = CPU, has_gradients: bool = True
+    ) -> None:
         seed_all()
         self.case, self.device = case, device
         self.memory = device_memory(device)
@@ -153,7 +155,7 @@ class Training:
                 for parameter in self.model.parameters():
                     parameter._post_accumulate_grad_hooks = None  # type: ignore[attr-defined]
             self.optimizer = self._optimizer(states)
-        if not case.in_backward:
+        if has_gradients and not case.in_backward:
             self.forward_backward(2)
 
     def _decoder(self, *, checkpointing: bool) -> Decoder:
@@ -221,18 +223,21 @@ class Training:
         budget_bytes: int = PLENTY,
         accumulates: bool = False,
         forward_backward: Callable[[int], None] | None = None,
+        step: Callable[[], object] | None = None,
         memory: DeviceMemory | None = None,
+        **options: Any,
     ) -> DryRun:
         return DryRun(
             model=self.model,
             optimizer=self.optimizer,
             forward_backward=forward_backward or self.forward_backward,
-            step=self.step,
+            step=step or self.step,
             accumulates=accumulates,
             memory=memory or self.memory,
             budget_bytes=budget_bytes,
             row=f"one row of {LENGTH} tokens",
             frozen_modules=self.learned.held if self.learned else (),
+            **options,
         )
 
     def everything(self) -> dict[str, Any]:
