@@ -21,8 +21,8 @@ from typing import Any
 
 import harness
 import torch
-from support.adapters import KINDS, LORA, OURS, STOCK, STOCK_ON_RANKS, make_wide_setup, same_epoch
 from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
+from support.tasks import ADAPTERS, KINDS, make_wide_setup, same_epoch
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("accumulation", "clipping", "packed")},
@@ -32,7 +32,7 @@ EXTRAS["dropout"] = ("model.lora_dropout=0.1",)
 MERGED, ALONE = ("epochs=1",), ("epochs=2", "save_adapter_weights_only=True")
 QUICK = 7  # every so many-th
 RANKS = 2
-STOCKS = {1: STOCK, RANKS: STOCK_ON_RANKS}
+STOCKS = {1: ADAPTERS.stock, RANKS: ADAPTERS.stock_on_ranks}
 Features = tuple[str, ...]
 
 
@@ -55,7 +55,7 @@ def whole() -> list[Features]:
 
 def overrides(features: Features) -> tuple[str, ...]:
     given = {**FEATURES, **EXTRAS, **KINDS, "merged": MERGED, "adapters alone": ALONE}
-    return (*LORA, *(one for name in features for one in given[name]))
+    return (*ADAPTERS.keys, *(one for name in features for one in given[name]))
 
 
 def outcome(
@@ -99,7 +99,7 @@ def run_both(setup: SmallSetup, features: Features, ranks: int, *more: str) -> l
     """Run our recipe and the stock recipe."""
     return [
         run_one(setup, recipe, *overrides(features), *more, ranks=ranks)
-        for recipe in (OURS, STOCKS[ranks])
+        for recipe in (ADAPTERS.ours, STOCKS[ranks])
     ]
 
 
@@ -112,7 +112,7 @@ def compare_resumed(setup: SmallSetup, features: Features, ranks: int) -> list[d
     """Compare the second epoch after a stop; each recipe resumes from its own checkpoint."""
     keys = (*overrides(features), "epochs=2", "max_steps_per_epoch=2")
     resumed = []
-    for recipe in (OURS, STOCKS[ranks]):
+    for recipe in (ADAPTERS.ours, STOCKS[ranks]):
         folder = interrupted(run_one(setup, recipe, *keys, ranks=ranks), setup)
         goes_on = (f"output_dir={folder}", "resume_from_checkpoint=True")
         resumed.append(run_one(setup, recipe, *keys, *goes_on, ranks=ranks))

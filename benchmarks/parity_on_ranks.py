@@ -3,9 +3,9 @@
     python benchmarks/parity_on_ranks.py [--quick] [--only WORD] [--output DIR]
 
 Each run is a real one on gloo, of two epochs on a small model. Losses, rates and gradient norms are
-compared as they are logged, weights as
-they are saved, all to the bit. Each recipe resumes from its own checkpoint.
-Exits 1 if a comparison differs, or a case cannot run: torchtune's recipe cannot run two of them.
+compared as they are logged, weights as they are saved, all to the bit. Each recipe resumes from its
+own checkpoint. Exits 1 if a comparison differs, or a case cannot run: torchtune's recipe cannot run
+two of them.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -21,9 +20,8 @@ from typing import Any
 
 import harness
 import torch
-from support import distillation, preferences
-from support.adapters import same_epoch
-from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup, same_weights
+from support.cli import FEATURES, Finished, SmallSetup, interrupted, make_setup
+from support.tasks import DISTILLATION, FULL_PAIRS, PAIRS, PLAIN_KD, Recipe, same_epoch
 
 EXTRAS = {
     **{name: FEATURES[name] for name in ("bf16", "activation checkpointing", "accumulation")},
@@ -32,7 +30,7 @@ EXTRAS = {
     "DoRA": ("model.use_dora=True",),
     "RSO": ("loss=torchtune.rlhf.loss.RSOLoss",),
     "label smoothing": ("loss.label_smoothing=0.1",),
-    "whole logits": distillation.PLAIN,
+    "whole logits": PLAIN_KD,
 }
 ALONE = ("save_adapter_weights_only=True", "epochs=2", "max_steps_per_epoch=2")
 QUICK = 6  # every so many-th
@@ -43,36 +41,12 @@ UNLOGGED = "the stock recipe does not log it"
 MARGINS = "the stock recipe logs the difference of two rounded means"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """One of our recipes and one of torchtune's.
-
-    Attributes:
-        ours, stock: recipes.
-        metrics: names that both log.
-        every_weight: whether every weight is trained.
-        summed: ranks whose losses the stock recipe adds up in its log.
-    """
-
-    ours: str
-    stock: str
-    metrics: tuple[str, ...]
-    every_weight: bool = False
-    summed: int = 1
-
-
-KINDS = {
-    "DPO, LoRA": Kind(preferences.OURS, preferences.STOCK, preferences.METRICS),
-    "DPO, LoRA, 2 ranks": Kind(
-        preferences.OURS, preferences.STOCK_ON_RANKS, preferences.METRICS, summed=RANKS
-    ),
-    "DPO, full, 2 ranks": Kind(
-        preferences.OURS, preferences.STOCK_FULL, preferences.METRICS, every_weight=True
-    ),
-    "distillation, LoRA": Kind(distillation.OURS, distillation.CORRECTED, distillation.METRICS),
-    "distillation, LoRA, 2 ranks": Kind(
-        distillation.OURS, distillation.CORRECTED, distillation.METRICS
-    ),
+KINDS: dict[str, Recipe] = {
+    "DPO, LoRA": PAIRS,
+    "DPO, LoRA, 2 ranks": PAIRS,
+    "DPO, full, 2 ranks": FULL_PAIRS,
+    "distillation, LoRA": DISTILLATION,
+    "distillation, LoRA, 2 ranks": DISTILLATION,
 }
 Case = tuple[str, tuple[str, ...]]
 
@@ -116,14 +90,9 @@ def not_compared(kind: str, features: Sequence[str]) -> dict[str, str]:
 
 def overrides(setup: SmallSetup, kind: str, features: Sequence[str]) -> tuple[str, ...]:
     extras = [override for name in features for override in EXTRAS[name]]
-    if kind.startswith("distillation"):
-        own = (*distillation.LORA, *distillation.write_teacher(setup))
-    elif KINDS[kind].every_weight:
-        own = (*preferences.PAIRS, *preferences.reference_of(setup), "optimizer.lr=1e-3")
-    else:
-        own = preferences.LORA
-    if kind.startswith("DPO"):
-        own = (*own, *preferences.write_pairs(setup))
+    own = KINDS[kind].overrides(setup)
+    if KINDS[kind] is FULL_PAIRS:
+        own = (*own, "optimizer.lr=1e-3")
     return (*own, "epochs=1", "batch_size=2", *extras)
 
 
@@ -132,7 +101,9 @@ def outcome(
 ) -> dict[str, Any]:
     """Compare two runs."""
     excused = not_compared(kind, features)
-    stock_losses = [float(loss) / KINDS[kind].summed for loss in stock.losses]
+    # The stock recipe adds up the losses of ranks in its log.
+    summed = RANKS if kind == "DPO, LoRA, 2 ranks" else 1
+    stock_losses = [float(loss) / summed for loss in stock.losses]
     expected = stock_losses[-len(ours.losses) :]
     names = [*KINDS[kind].metrics, "grad_norm"]
     own_figures = {name: [float(figure) for figure in ours.figures(name)] for name in names}
@@ -143,10 +114,6 @@ def outcome(
         and own_figures[name]
         != [float(figure) for figure in stock.figures(name)][-len(ours.losses) :]
     ]
-    if KINDS[kind].every_weight:
-        same = same_weights(ours.weights(epoch), stock.weights(epoch))
-    else:
-        same = same_epoch(ours, stock, epoch)
     return {
         "kind": kind,
         "features": ", ".join(features),
@@ -154,17 +121,18 @@ def outcome(
         "losses": "loss" in excused or [float(loss) for loss in ours.losses] == expected != [],
         "differing": differing,
         "not_compared": excused,
-        "weights": same,
+        "weights": same_epoch(ours, stock, epoch),
     }
 
 
 def compare(setup: SmallSetup, kind: str, features: Sequence[str]) -> list[dict[str, Any]]:
     own = overrides(setup, kind, features)
-    recipes = (KINDS[kind].ours, KINDS[kind].stock)
+    recipe = KINDS[kind]
     if "ranks" in kind:
-        ours, stock = (setup.run(recipe, *own, ranks=RANKS) for recipe in recipes)
+        recipes = (recipe.ours, recipe.stock_on_ranks)
+        ours, stock = (setup.run(name, *own, ranks=RANKS) for name in recipes)
     else:
-        ours, stock = (setup.run_in_process(recipe, *own) for recipe in recipes)
+        ours, stock = (setup.run_in_process(name, *own) for name in (recipe.ours, recipe.stock))
     return [outcome(kind, features, ours, stock)]
 
 

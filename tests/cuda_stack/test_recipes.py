@@ -10,11 +10,10 @@ import json
 
 import pytest
 import torch
-from support import adapters
-from support.adapters import KINDS
 from support.cli import NUM_ROWS, OURS, TUNE, SmallSetup, make_setup, records
 from support.cuda_stack.squeezing import leave
 from support.processes import run_python
+from support.tasks import ADAPTERS, KINDS
 
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.report import audit
@@ -91,7 +90,7 @@ def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup):
 TRAINED = {
     "full": (OURS, ()),
     **{
-        kind: (adapters.OURS, (*adapters.LORA, *keys, "dtype=bf16")) for kind, keys in KINDS.items()
+        kind: (ADAPTERS.ours, (*ADAPTERS.keys, *keys, "dtype=bf16")) for kind, keys in KINDS.items()
     },
 }
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import run_on_ranks
-from support.runners import HeldSizer
+from support.runners import sizer_of
 from support.sharded_model import (
     IGNORED,
     Decoder,
@@ -176,7 +176,7 @@ def fillers_that_do_not_fit() -> list[str]:
     model = divided(Decoder())
     run = runner_of(model, limit=MicroBatchLimit(2))
     loss = replace(run.loss, dummy_row=lambda: make_rows([5])[0])
-    evaluate = partial(run.evaluate, dealt[rank], loss=loss, sizer=HeldSizer(MicroBatchLimit(2)))
+    evaluate = partial(run.evaluate, dealt[rank], loss=loss, sizer=sizer_of(MicroBatchLimit(2)))
     run.run(dealt[rank])
     evaluate()
     model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}

@@ -20,6 +20,7 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.processes import run_on_ranks
+from support.runners import set_limit
 from support.sharded_model import whole
 
 from adaptive_batch import distributed
@@ -53,7 +54,7 @@ def of_each_limit(
     wired = job_on(kind, rows, limit=limits[0])
     steps = []
     for limit in limits:
-        wired.trainer.engine.sizer.current = limit
+        set_limit(wired.trainer.engine.sizer, limit)
         result = wired.run(rows[start:end])
         gradients = {name: whole(gradient) for name, gradient in wired.gradients().items()}
         steps.append((result.micro_batches, gradients))

@@ -10,10 +10,8 @@ two epochs save the adapters alone.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import pytest
-from support import adapters, distillation, preferences
 from support.cli import (
     FEATURES,
     LOG,
@@ -22,34 +20,10 @@ from support.cli import (
     STOCK,
     STOCK_ON_RANKS,
     block,
-    same_weights,
     write_vision_base,
 )
+from support.tasks import KINDS, PAIRS, PLAIN_KD, RECIPES, make_wide_setup, same_epoch
 
-
-class Recipe(NamedTuple):
-    """One of our recipes, torchtune's recipes for one device and for ranks, and their metrics."""
-
-    ours: str
-    stock: str
-    stock_on_ranks: str
-    keys: tuple[str, ...] = ()
-    metrics: tuple[str, ...] = ()
-
-
-RECIPES = {
-    "full": Recipe(OURS, STOCK, STOCK_ON_RANKS),
-    "adapters": Recipe(adapters.OURS, adapters.STOCK, adapters.STOCK_ON_RANKS, adapters.LORA),
-    "pairs": Recipe(
-        *(preferences.OURS, preferences.STOCK, preferences.STOCK_ON_RANKS),
-        *(preferences.LORA, preferences.METRICS),
-    ),
-    "pairs, full": Recipe(preferences.OURS, "", preferences.STOCK_FULL, preferences.PAIRS),
-    "distillation": Recipe(
-        *(distillation.OURS, distillation.CORRECTED, distillation.CORRECTED),
-        *(distillation.LORA, distillation.METRICS),
-    ),
-}
 ALONE = "save_adapter_weights_only=True"
 ACCUMULATED = ("batch_size=3", "gradient_accumulation_steps=3")
 ONCE = "epochs=1"
@@ -66,19 +40,19 @@ CASES = [
     ("full", of("plain cross-entropy", "dropout", "max_steps_per_epoch")),
     ("full", of("SGD with momentum", "cosine", "accumulation", "concatenated")),
     ("adapters", (*of("accumulation", "clipping", "bf16"), "model.lora_dropout=0.1", ONCE)),
-    ("adapters", (*adapters.KINDS["DoRA"], *of("plain cross-entropy"), ONCE)),
+    ("adapters", (*KINDS["DoRA"], *of("plain cross-entropy"), ONCE)),
     ("adapters", (*of("activation checkpointing", "packed"), ALONE)),
-    ("adapters", (*adapters.KINDS["QLoRA"], ONCE, "max_steps_per_epoch=3")),
+    ("adapters", (*KINDS["QLoRA"], ONCE, "max_steps_per_epoch=3")),
     ("pairs", (ONCE,)),
     ("pairs", (ONCE, "loss.label_smoothing=0.1", "model.lora_dropout=0.1", "batch_size=3")),
     ("pairs", ("dtype=bf16", ALONE)),
-    ("pairs", (*adapters.KINDS["QLoRA"], ONCE)),
+    ("pairs", (*KINDS["QLoRA"], ONCE)),
     # The chunks of two rows are not contiguous.
     (
         "distillation",
         (*of("activation checkpointing"), "batch_size=2", "model.use_dora=True", ONCE),
     ),
-    ("distillation", (*distillation.PLAIN, "model.lora_dropout=0.1", ONCE)),
+    ("distillation", (*PLAIN_KD, "model.lora_dropout=0.1", ONCE)),
     ("distillation", (*ACCUMULATED, *of("clipping"), "model.use_dora=True", ONCE)),
 ]
 SLOW = [
@@ -96,8 +70,8 @@ ON_RANKS = {
     ],
     "adapters": [
         (ONCE, "max_steps_per_epoch=3", *of("clipping")),
-        (ONCE, "max_steps_per_epoch=3", *adapters.KINDS["DoRA"], *of("accumulation")),
-        (ONCE, "max_steps_per_epoch=3", *adapters.KINDS["QLoRA"], ALONE),
+        (ONCE, "max_steps_per_epoch=3", *KINDS["DoRA"], *of("accumulation")),
+        (ONCE, "max_steps_per_epoch=3", *KINDS["QLoRA"], ALONE),
     ],
     "pairs": [(ONCE,), (ONCE, *ACCUMULATED, "dtype=bf16")],
     "pairs, full": [
@@ -111,18 +85,6 @@ ON_RANKS = {
 }
 
 
-def own_keys(setup, name):
-    """Return the overrides of a recipe, and write its files."""
-    keys = RECIPES[name].keys
-    if name.startswith("pairs"):
-        keys = (*keys, *preferences.write_pairs(setup))
-    if name == "pairs, full":
-        keys = (*keys, *preferences.reference_of(setup))
-    if name == "distillation":
-        keys = (*keys, *distillation.write_teacher(setup))
-    return keys
-
-
 def assert_alike(name, ours, stock, *, logs=True):
     """Assert that the figures of each step and all saved files are equal."""
     assert ours.losses
@@ -134,15 +96,12 @@ def assert_alike(name, ours, stock, *, logs=True):
     epochs = [int(path.name[6:]) for path in stock.output_dir.glob("epoch_*")]
     assert epochs
     for epoch in epochs:
-        if "full" in name:
-            assert same_weights(ours.weights(epoch), stock.weights(epoch))
-        else:
-            assert adapters.same_epoch(ours, stock, epoch)
+        assert same_epoch(ours, stock, epoch)
 
 
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
-    return adapters.make_wide_setup(tmp_path_factory.mktemp("wide"))
+    return make_wide_setup(tmp_path_factory.mktemp("wide"))
 
 
 @pytest.mark.parametrize(
@@ -154,8 +113,8 @@ def wide(tmp_path_factory):
 )
 def test_each_recipe_trains_as_the_stock_recipe(small, wide, name, overrides):
     setup = wide if "model.quantize_base=True" in overrides else small
-    keys = (*own_keys(setup, name), *overrides)
     recipe = RECIPES[name]
+    keys = (*recipe.overrides(setup), *overrides)
     ours, stock = (setup.run_in_process(one, *keys) for one in (recipe.ours, recipe.stock))
     assert_alike(name, ours, stock)
 
@@ -167,7 +126,8 @@ def test_each_recipe_trains_as_the_stock_recipe(small, wide, name, overrides):
 )
 def test_two_ranks_train_as_the_stock_recipe(small, wide, name):
     setup = wide if name == "adapters" else small
-    keys, recipe = own_keys(setup, name), RECIPES[name]
+    recipe = RECIPES[name]
+    keys = recipe.overrides(setup)
     for overrides in ON_RANKS[name]:
         ours, stock = (
             setup.run(one, *keys, *overrides, ranks=2)
@@ -194,10 +154,10 @@ def test_an_unfinished_accumulation_does_not_leak_into_the_next_epoch(small):
 
 def test_accumulated_losses_of_pairs_are_those_of_the_stock_recipe(small):
     """The stock recipe logs the metrics of the last micro-batch."""
-    keys = (*own_keys(small, "pairs"), *ACCUMULATED, ONCE)
-    ours, stock = (small.run_in_process(one, *keys) for one in RECIPES["pairs"][:2])
+    keys = (*PAIRS.overrides(small), *ACCUMULATED, ONCE)
+    ours, stock = (small.run_in_process(one, *keys) for one in (PAIRS.ours, PAIRS.stock))
     assert ours.losses == stock.losses != []
-    assert adapters.same_epoch(ours, stock, 0)
+    assert same_epoch(ours, stock, 0)
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import transformers
 from omegaconf import OmegaConf
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from support.adapters import KINDS, LORA, OURS, adapters, make_wide_setup, same_epoch
 from support.cli import MODEL, make_setup, resume_run, resumes
 from support.cli import OURS as FULL
 from support.stops import stopped_after
+from support.tasks import ADAPTERS, KINDS, LORA, adapters, make_wide_setup, same_epoch
 from torchtune.models.qwen2 import lora_qwen2
 
 from adaptive_batch.checkpoint import checkpoints_in
@@ -40,7 +40,7 @@ SMALL_BLOCK = {
 
 @pytest.fixture(scope="module")
 def begun(small):
-    return small.run_in_process(OURS, *POINTS)
+    return small.run_in_process(ADAPTERS.ours, *POINTS)
 
 
 def test_an_adapter_checkpoint_omits_the_base_and_resumes_bit_for_bit(small, begun):
@@ -49,7 +49,7 @@ def test_an_adapter_checkpoint_omits_the_base_and_resumes_bit_for_bit(small, beg
         held, _ = point.load()
         trained = adapters(begun, 0).keys()
         assert held["model"].keys() == held["optimizer"]["state"].keys() == trained
-    resumed = resume_run(small, folder, *POINTS, recipe=OURS)
+    resumed = resume_run(small, folder, *POINTS, recipe=ADAPTERS.ours)
     assert resumed.losses == [*begun.losses, *begun.losses[6:]]  # one log for both starts
     assert same_epoch(resumed, begun, 0)
 
@@ -62,7 +62,7 @@ def test_a_changed_base_is_refused_by_its_checksum(begun, tmp_path):
     weights["lm_head.weight"][0, 0] += 1
     save_file(weights, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="are not the base that the adapters were trained"):
-        resume_run(setup, folder, *POINTS, recipe=OURS)
+        resume_run(setup, folder, *POINTS, recipe=ADAPTERS.ours)
 
 
 def test_a_checkpoint_of_the_other_recipe_is_refused(small, begun):
@@ -71,7 +71,7 @@ def test_a_checkpoint_of_the_other_recipe_is_refused(small, begun):
         resume_run(small, folder)
     whole = small.run_in_process(FULL, "max_steps_per_epoch=1")
     with pytest.raises(SettingError, match=r"^model=.*lora.*: the checkpoint was trained with"):
-        resume_run(small, whole.output_dir, *LORA, recipe=OURS)
+        resume_run(small, whole.output_dir, *LORA, recipe=ADAPTERS.ours)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_checkpoint_of_the_other_recipe_is_refused(small, begun):
 )
 def test_an_invalid_adapter_is_refused_before_weights_load(small, key, overrides):
     with pytest.raises(SettingError) as refused:
-        small.run_in_process(OURS, *overrides, "checkpointer.checkpoint_dir=nowhere")
+        small.run_in_process(ADAPTERS.ours, *overrides, "checkpointer.checkpoint_dir=nowhere")
     assert refused.value.key == key
     assert "\n" not in str(refused.value)
 
@@ -127,8 +127,8 @@ def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
 
 def test_adapters_train_with_the_optimizer_in_backward(small):
     keys = (*LORA[:-1], "epochs=1", "max_steps_per_epoch=4")
-    whole = small.run_in_process(OURS, *keys, "optimizer_in_bwd=False")
-    stepped = small.run_in_process(OURS, *keys, "optimizer_in_bwd=True")
+    whole = small.run_in_process(ADAPTERS.ours, *keys, "optimizer_in_bwd=False")
+    stepped = small.run_in_process(ADAPTERS.ours, *keys, "optimizer_in_bwd=True")
     losses = [float(loss) for loss in whole.losses]
     assert [float(loss) for loss in stepped.losses] == pytest.approx(losses, rel=1e-6)
 
@@ -177,7 +177,7 @@ def test_peft_matches_the_merged_weights(tmp_path, family, kind):
         f"checkpointer.model_type={family.upper()}",
         "epochs=1",
     )
-    folder = setup.run_in_process(OURS, *overrides).output_dir / "epoch_0"
+    folder = setup.run_in_process(ADAPTERS.ours, *overrides).output_dir / "epoch_0"
     merged = shutil.copytree(
         folder, tmp_path / "merged", ignore=shutil.ignore_patterns("adapter_*")
     )
@@ -193,9 +193,9 @@ def test_peft_matches_the_merged_weights(tmp_path, family, kind):
 def test_adapters_of_a_quantized_base_resume_bit_for_bit(tmp_path):
     wide = make_wide_setup(tmp_path)
     own = (*POINTS, *KINDS["QLoRA"], "max_steps_per_epoch=4")
-    begun = wide.run_in_process(OURS, *own)
+    begun = wide.run_in_process(ADAPTERS.ours, *own)
     folder = stopped_after(begun, wide, 3)
-    resumed = resume_run(wide, folder, *own, recipe=OURS)
+    resumed = resume_run(wide, folder, *own, recipe=ADAPTERS.ours)
     assert same_epoch(resumed, begun, 0)
 
 
@@ -208,10 +208,10 @@ def test_adapters_of_a_quantized_base_resume_bit_for_bit(tmp_path):
 def test_adapters_resume_on_a_different_number_of_ranks(tmp_path, kind, before, after):
     setup = make_wide_setup(tmp_path)
     keys = (*KINDS[kind], "save_every_n_steps=2", "save_adapter_weights_only=True", "batch_size=4")
-    keys = (OURS, *LORA, "epochs=1", *keys)
+    keys = (ADAPTERS.ours, *LORA, "epochs=1", *keys)
     whole = setup.run(*keys, ranks=before)
     folder = stopped_after(whole, setup, 2)
-    resumed = setup.run(*keys, *resumes(OURS, folder), ranks=after)
+    resumed = setup.run(*keys, *resumes(ADAPTERS.ours, folder), ranks=after)
     assert audit(folder).holds
     rest = [float(loss) for loss in whole.losses[2:]]
     # The resumed run appends to the copied log of the whole run.

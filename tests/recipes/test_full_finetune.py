@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
-from support import adapters, components
+from support import components
 from support.cli import NUM_ROWS, OURS, block, records
+from support.tasks import ADAPTERS
 
 from adaptive_batch.errors import DoesNotFitError, SettingError
 
@@ -119,8 +120,8 @@ def test_the_error_names_a_truncated_base_checkpoint(small):
     ("recipe", "keys"),
     [
         (OURS, ()),
-        (adapters.OURS, adapters.LORA),
-        (adapters.OURS, (*adapters.LORA, "save_adapter_weights_only=True")),
+        (ADAPTERS.ours, ADAPTERS.keys),
+        (ADAPTERS.ours, (*ADAPTERS.keys, "save_adapter_weights_only=True")),
     ],
     ids=["weights", "merged", "adapters"],
 )

@@ -113,7 +113,7 @@ def test_a_first_row_without_labels_does_not_prevent_packing(small):
 
 
 def test_texts_and_numbers_in_rows_do_not_change_losses_with_torchtunes_collate(small):
-    ids = (*BASE, "dataset._component_=support.components.WithIds", "micro_batch_tokens=100")
+    ids = (*BASE, "dataset.columns=[tokens,labels,id,source]", "micro_batch_tokens=100")
     packed = "micro_batch_layout=packed"
     without = small.run_in_process(OURS, *BASE, "micro_batch_tokens=100", packed)
     assert small.run_in_process(OURS, *ids, packed).losses == without.losses != []

@@ -7,28 +7,28 @@ from __future__ import annotations
 
 import pytest
 from support.cli import figures, records, resume_run, same_weights
-from support.preferences import LORA, METRICS, OURS, PAIRS, reference_of, write_pairs
 from support.stops import stopped_after
+from support.tasks import FULL_PAIRS, PAIRS
 
 from adaptive_batch.errors import SettingError
 
 
 @pytest.fixture(scope="module")
 def lora(small):
-    return (*LORA, *write_pairs(small))
+    return PAIRS.overrides(small)
 
 
 def resumed_after_step_three(small, begun, *own):
     """Resume a copy of the run from the checkpoint of step 3."""
-    return resume_run(small, stopped_after(begun, small, 3), *own, recipe=OURS)
+    return resume_run(small, stopped_after(begun, small, 3), *own, recipe=PAIRS.ours)
 
 
 def test_a_run_resumes_within_an_epoch_bit_for_bit(small, lora):
     own = (*lora, "reference_micro_batch_size=auto", "probe.device_memory=24MiB")
     own += ("epochs=1", "save_every_n_steps=3")
-    begun = small.run_in_process(OURS, *own)
+    begun = small.run_in_process(PAIRS.ours, *own)
     resumed = resumed_after_step_three(small, begun, *own)
-    for name in ("loss", *METRICS):
+    for name in ("loss", *PAIRS.metrics):
         assert figures(resumed, name)[-5:] == figures(begun, name)[-5:]
     assert same_weights(resumed.weights(0), begun.weights(0))
     bounds = {record["max_batch_size"] for record in records(resumed, "reference_bound")}
@@ -42,7 +42,7 @@ def test_a_run_resumes_if_the_reference_moves_into_or_out_of_the_step(small, lor
         ((), ("reference_micro_batch_size=4",), (None, 4)),
         (("reference_micro_batch_size=4",), (), (4, None)),
     ):
-        begun = small.run_in_process(OURS, *within, *first)
+        begun = small.run_in_process(PAIRS.ours, *within, *first)
         resumed = resumed_after_step_three(small, begun, *within, *second)
         expected = pytest.approx(figures(begun, "loss")[-5:], rel=1e-5)
         assert figures(resumed, "loss")[-5:] == expected
@@ -53,10 +53,10 @@ def test_a_run_resumes_if_the_reference_moves_into_or_out_of_the_step(small, lor
 @pytest.mark.parametrize(
     ("recipe", "key", "overrides"),
     [
-        (OURS, "dataset", ("dataset.packed=True",)),
-        (OURS, "micro_batch_layout", ("micro_batch_layout=packed", "pad_to_multiple_of=8")),
-        (OURS, "loss", ("loss=torch.nn.CrossEntropyLoss",)),
-        (OURS, "loss", ("loss.beta=abc",)),
+        (PAIRS.ours, "dataset", ("dataset.packed=True",)),
+        (PAIRS.ours, "micro_batch_layout", ("micro_batch_layout=packed", "pad_to_multiple_of=8")),
+        (PAIRS.ours, "loss", ("loss=torch.nn.CrossEntropyLoss",)),
+        (PAIRS.ours, "loss", ("loss.beta=abc",)),
         ("adaptive_lora_finetune", "loss", ()),
     ],
 )
@@ -69,12 +69,12 @@ def test_keys_of_another_recipe_are_refused_before_weights_load(
 
 
 def test_full_fine_tuning_without_a_reference_is_refused(small):
-    full = (*PAIRS, *reference_of(small), *write_pairs(small))
+    full = FULL_PAIRS.overrides(small)
     without = [override for override in full if not override.startswith("ref_checkpointer")]
     for own in (
         (*without, "checkpointer.checkpoint_dir=nowhere"),
         (*full, "ref_checkpointer.checkpoint_dir=nowhere"),
     ):
         with pytest.raises(SettingError) as refused:
-            small.run_in_process(OURS, *own)
+            small.run_in_process(PAIRS.ours, *own)
         assert refused.value.key.startswith("ref_checkpointer")

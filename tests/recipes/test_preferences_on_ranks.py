@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from support.cli import Finished, losses, records
-from support.preferences import LORA, OURS, PAIRS, reference_of, write_pairs
+from support.tasks import FULL_PAIRS, PAIRS, Recipe
 
 from adaptive_batch.report import audit
 
@@ -22,17 +22,16 @@ SGD = (
 IN_THE_REFERENCE = "support.rank_faults.more_than_two_pairs_in_the_reference_on_rank_one"
 
 
-def run(small, *overrides: str, **options) -> Finished:
-    return small.run(OURS, *overrides, *write_pairs(small), *SGD, ranks=2, **options)
+def run(small, recipe: Recipe, *overrides: str, **options) -> Finished:
+    return small.run(recipe.ours, *recipe.overrides(small), *overrides, *SGD, ranks=2, **options)
 
 
 @pytest.mark.parametrize(
-    ("kind", "apart"), [("LoRA", ("reference_micro_batch_size=4",)), ("full", ())]
+    ("recipe", "apart"), [(PAIRS, ("reference_micro_batch_size=4",)), (FULL_PAIRS, ())]
 )
-def test_all_ranks_retry_after_an_oom_in_the_reference_of_one_rank(small, kind, apart):
-    own = LORA if kind == "LoRA" else (*PAIRS, *reference_of(small))
-    within = run(small, *own)
-    retried = run(small, *own, *apart, before=IN_THE_REFERENCE)
+def test_all_ranks_retry_after_an_oom_in_the_reference_of_one_rank(small, recipe, apart):
+    within = run(small, recipe)
+    retried = run(small, recipe, *apart, before=IN_THE_REFERENCE)
     (change,) = records(retried.output_dir, "limit", "reference_limit")
     assert change["kind"] == ("reference_limit" if apart else "limit")
     assert (change["before"], change["after"], change["rows"]) == (4, 2, 4)
@@ -42,9 +41,9 @@ def test_all_ranks_retry_after_an_oom_in_the_reference_of_one_rank(small, kind, 
 
 def test_ranks_agree_on_the_limit_of_the_reference(small):
     own = ("micro_batch_size=1", "probe.device_memory=24MiB")
-    within = run(small, *LORA, *own)
+    within = run(small, PAIRS, *own)
     fault = "support.rank_faults.trials_of_more_than_two_pairs_in_the_reference_on_rank_one"
-    apart = run(small, *LORA, *own, "reference_micro_batch_size=auto", before=fault)
+    apart = run(small, PAIRS, *own, "reference_micro_batch_size=auto", before=fault)
     (bound,) = records(apart.output_dir, "reference_bound")
     # All four pairs fit on rank 0; two fit on rank 1.
     assert bound["max_batch_size"] == 2

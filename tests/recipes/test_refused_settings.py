@@ -4,8 +4,8 @@ The unit tests test_settings.py and test_checks.py test values that are invalid 
 """
 
 import pytest
-from support.adapters import LORA_MODEL
 from support.cli import OURS, records
+from support.tasks import LORA_MODEL
 
 from adaptive_batch.errors import (
     AdaptiveBatchError,
@@ -119,7 +119,7 @@ REFUSED = {
     ],
     "run_val_every_n_steps": ["run_val_every_n_steps=5"],
     "dataset_val": [
-        f"{VALIDATED} dataset_val._component_={COMPONENTS}.empty_dataset",
+        f"{VALIDATED} dataset_val.lengths=[]",
         f"{VALIDATED} dataset_val._component_={COMPONENTS}.Endless",
     ],
     "lr_clock": [
@@ -146,8 +146,9 @@ REFUSED = {
     "dataset": [
         *(
             f"dataset._component_={COMPONENTS}.{name}"
-            for name in (*("empty_dataset", "Stream", "Endless", "unbuildable"),)
+            for name in ("Stream", "Endless", "unbuildable")
         ),
+        f"{OF_LENGTHS} dataset.lengths=[]",
         *(
             f"{ODD} dataset.row={row} {key}"
             for row in (

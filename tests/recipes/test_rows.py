@@ -78,9 +78,10 @@ def test_a_collate_function_may_create_labels_unless_rows_are_padded_first(small
         "dataset_val=${dataset}",
         "run_val_every_n_steps=2",
     )
-    labelled = small.run_in_process(OURS, "dataset._component_=support.components.OfLengths", *keys)
+    keys = ("dataset._component_=support.components.OfLengths", *keys)
+    labelled = small.run_in_process(OURS, *keys)
     making = "support.components.labelling"
-    made = ("dataset._component_=support.components.Unlabelled", f"collate_fn={making}", *keys)
+    made = ("dataset.columns=[tokens]", f"collate_fn={making}", *keys)
     assert small.run_in_process(OURS, *made).losses == labelled.losses
     with pytest.raises(
         SettingError, match=f"collate_fn='{making}': rows are padded to one length before it makes"

@@ -42,10 +42,6 @@ def takes_one(epoch):
 NOT_CALLABLE = 3
 
 
-def empty_dataset(tokenizer, **_):
-    return []
-
-
 def unbuildable(tokenizer, **_):
     raise KeyError("column")
 
@@ -70,8 +66,27 @@ class Endless:
         return {"tokens": [1, 2, 3], "labels": [1, 2, 3]}
 
 
+def _unreadable(tokens):
+    raise ValueError("no text")
+
+
+# Tokens and labels of rows that training cannot use.
+ODD_ROWS = {
+    "plain": lambda tokens: (tokens, tokens),
+    "raises": _unreadable,
+    "unlabelled": lambda tokens: (tokens, None),
+    "long": lambda tokens: (tokens * 5 + tokens[:5],) * 2,
+    "foreign": lambda tokens: ([*tokens[:-1], MODEL["vocab_size"]],) * 2,
+    "negative": lambda tokens: ([*tokens[:-1], -3],) * 2,
+    "empty": lambda tokens: ([], []),
+    "floats": lambda tokens: ([0.5] * 12,) * 2,
+    "unlike": lambda tokens: (tokens, [*tokens, 1]),
+    "foreign_label": lambda tokens: (tokens, [*tokens[:-1], MODEL["vocab_size"]]),
+}
+
+
 class WithOddRow:
-    """Rows of 12 tokens, and one row that training cannot use."""
+    """Rows of 12 tokens, and one row of ``ODD_ROWS``."""
 
     def __init__(self, tokenizer, row, at=5, **_):
         self.row, self.at = row, at
@@ -80,30 +95,9 @@ class WithOddRow:
         return 24
 
     def __getitem__(self, number):
-        tokens = [1 + (number + i) % 500 for i in range(12)]
-        labels = tokens
-        if number != self.at:
-            return {"tokens": tokens, "labels": labels}
-        match self.row:
-            case "raises":
-                raise ValueError("no text")
-            case "unlabelled":
-                return {"tokens": tokens}
-            case "long":
-                tokens = labels = tokens * 5 + tokens[:5]
-            case "foreign":
-                tokens = labels = [*tokens[:-1], MODEL["vocab_size"]]
-            case "negative":
-                tokens = labels = [*tokens[:-1], -3]
-            case "empty":
-                tokens = labels = []
-            case "floats":
-                tokens = labels = [0.5] * 12
-            case "unlike":
-                labels = [*tokens, 1]
-            case "foreign_label":
-                labels = [*tokens[:-1], MODEL["vocab_size"]]
-        return {"tokens": tokens, "labels": labels}
+        make = ODD_ROWS[self.row if number == self.at else "plain"]
+        tokens, labels = make([1 + (number + i) % 500 for i in range(12)])
+        return {"tokens": tokens} | ({} if labels is None else {"labels": labels})
 
 
 class Augmented:
@@ -133,12 +127,19 @@ KINDS = {
 class OfLengths:
     """Rows of given lengths, some without labels. The first token of a row is its number plus 1,
     which identifies the row in a batch.
+
+    Args:
+        lengths: numbers of tokens.
+        unlabelled: numbers of rows without labels.
+        kind: type of tokens and labels.
+        columns: names of the columns of a row.
     """
 
-    unlabelled, kind = (), "list"
+    unlabelled, kind, columns = (), "list", ("tokens", "labels")
 
-    def __init__(self, tokenizer, lengths, unlabelled=(), kind="list", **_):
+    def __init__(self, tokenizer, lengths, unlabelled=(), kind="list", columns=columns, **_):
         self.lengths, self.unlabelled, self.kind = list(lengths), unlabelled, kind
+        self.columns = columns
 
     def __len__(self):
         return len(self.lengths)
@@ -148,7 +149,8 @@ class OfLengths:
         tokens += [1 + (row * row + 7 * i * i) % 500 for i in range(1, self.lengths[row])]
         labels = [-100] * len(tokens) if row in self.unlabelled else [-100, *tokens[1:]]
         make = KINDS[self.kind]
-        return {"tokens": make(tokens), "labels": make(labels)}
+        whole = {"tokens": make(tokens), "labels": make(labels), "id": f"row {row}", "source": 3}
+        return {name: whole[name] for name in self.columns}
 
 
 def leaving_out(rows, padding_idx=0, ignore_idx=-100):
@@ -160,13 +162,6 @@ def without_labels(rows, padding_idx=0, ignore_idx=-100):
     """A collate function that returns only tokens."""
     batch = padded_collate_sft(rows, padding_idx=padding_idx, ignore_idx=ignore_idx)
     return {"tokens": batch["tokens"]}
-
-
-class Unlabelled(OfLengths):
-    """Rows without labels."""
-
-    def __getitem__(self, number):
-        return {"tokens": super().__getitem__(number)["tokens"]}
 
 
 def labelling(rows, padding_idx=0, ignore_idx=-100):
@@ -189,13 +184,6 @@ class OfLengthsNow(OfLengths):
     @property
     def lengths(self):
         return NOW.get("lengths") or json.loads(os.environ["LENGTHS"])
-
-
-class WithIds(OfLengths):
-    """Rows with tokens, a text and a number."""
-
-    def __getitem__(self, row):
-        return {**super().__getitem__(row), "id": f"row {row}", "source": 3}
 
 
 # --- rows and memory that change in a run

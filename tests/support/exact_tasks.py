@@ -11,10 +11,12 @@ import torch
 import torchtune
 from omegaconf import DictConfig
 from support.model_families import Combination
-from support.runners import HeldSizer, report_of
+from support.runners import report_of, set_limit, sizer_of
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
 from torchtune.data import padded_collate_dpo
+from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
@@ -31,10 +33,30 @@ LORA = {
     "lora_alpha": 8,
 }
 KINDS = ("LoRA", "full")
-EXACT_POLICY = {"_component_": "support.preferences.ExactPolicy"}
+EXACT_POLICY = {"_component_": "support.exact_tasks.ExactPolicy"}
 RATIO = 0.3
 # Maximum difference of float64 sums in different orders.
 EXACT = 1e-12
+
+
+class ExactPolicy(nn.Module):
+    """A causal model that computes in its own dtype. torchtune's norms and logits are float32."""
+
+    def __init__(self, *, adapters: bool, vocabulary: int = 64, width: int = 24) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        if adapters:
+            self.layer: nn.Module = LoRALinear(width, width, rank=4, alpha=8.0)
+        else:
+            self.layer = nn.Linear(width, width, bias=False)
+        self.output = nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor, input_pos: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        heads = x[:, None]
+        x = x + F.scaled_dot_product_attention(heads, heads, heads, is_causal=True)[:, 0]
+        logits: torch.Tensor = self.output(self.layer(x).tanh())
+        return logits
 
 
 class Wired:
@@ -69,9 +91,10 @@ class Wired:
         if distributed.world_size() > 1:
             for part in filter(None, (model, second)):
                 fully_shard(part)
-        sizer = HeldSizer(limit, layout=self.data.configured_layout, memory=job.memory)
-        sizer.limit_of_others = reference_limit
+        sizer = sizer_of(limit, layout=self.data.configured_layout, memory=job.memory)
         self.trainer = Trainer(job, self.data, model, sizer, second=second)
+        if self.trainer.reference_sizer is not None and reference_limit is not None:
+            set_limit(self.trainer.reference_sizer, reference_limit)
         self.model = model
 
     @staticmethod
@@ -170,6 +193,37 @@ def of_all_pairs_at_once(
 # --- distillation
 
 
+class ExactForwardKL(nn.Module):
+    """Forward KL divergence without the teacher's entropy, in the dtype of the logits. torchtune's
+    loss computes in float32.
+    """
+
+    def __init__(self, ignore_index: int = -100) -> None:
+        super().__init__()
+        self.ignore_index = ignore_index
+
+    def forward(
+        self, student_logits: torch.Tensor, teacher_logits: torch.Tensor, labels: torch.Tensor
+    ) -> torch.Tensor:
+        losses = -(teacher_logits.softmax(-1) * student_logits.log_softmax(-1)).sum(-1)
+        return losses[labels != self.ignore_index].mean()
+
+
+class MeanOfAllTokens(ExactForwardKL):
+    """A mean that counts tokens without a label too."""
+
+    def forward(self, student_logits, teacher_logits, labels):  # type: ignore[no-untyped-def]
+        return super().forward(student_logits, teacher_logits, torch.zeros_like(labels))
+
+
+class SumOfTokens(ExactForwardKL):
+    """A sum over tokens, which a split would change."""
+
+    def forward(self, student_logits, teacher_logits, labels):  # type: ignore[no-untyped-def]
+        mean = super().forward(student_logits, teacher_logits, labels)
+        return mean * (labels != self.ignore_index).sum()
+
+
 def config_of_distillation(kind: str, **keys: Any) -> DictConfig:
     """Return the configuration of a small student and a teacher of another width."""
     cfg = Combination("qwen2", 64).config()
@@ -199,7 +253,7 @@ def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
 
 def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
     """Return a float64 job of a student and a wider teacher."""
-    kd_loss = {"_component_": "support.distillation.ExactForwardKL"}
+    kd_loss = {"_component_": "support.exact_tasks.ExactForwardKL"}
     keys = {"dtype": "fp64", "kd_loss": kd_loss, "micro_batch_layout": layout}
     cfg = config_of_distillation(kind, **keys)
     builder = builder_of(cfg)

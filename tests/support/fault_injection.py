@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.processes import Ended, run
-from support.runners import SmallRunner
+from support.runners import SmallRunner, set_limit
 from support.same_state import bits, differences, seed_all
 from support.sharded_model import Decoder, Row, divided, make_rows, runner_of
 from support.training_cases import CPU, PLENTY, Case
@@ -226,7 +226,7 @@ class Training(AnyTraining):
         for name, buffer in self._buffers.items():
             setattr(self.model, name, buffer.clone())
         self._random.restore()
-        self.engine.sizer.current = self.start
+        set_limit(self.engine.sizer, self.start)
         self.changes.clear()
 
     def run_step(self, number: int, fault: RunsOut | None = None) -> tuple[Any, ...]:
@@ -246,7 +246,7 @@ class Training(AnyTraining):
     def two_steps(self, fault: RunsOut | None, limit: MicroBatchLimit) -> dict[str, Any]:
         """Run two steps from the initial state, the first with a fault; return the final state."""
         self.restore()
-        self.engine.sizer.current = limit
+        set_limit(self.engine.sizer, limit)
         steps = [self.run_step(1, fault), self.run_step(2)]
         return {**self.everything(), "steps": steps}
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import adapters, distillation, preferences
-from support.cli import OURS, SmallSetup, block, cosine_after
+from support.cli import SmallSetup, block, cosine_after
 from support.processes import run
+from support.tasks import ADAPTERS, DISTILLATION, FULL, FULL_PAIRS, KINDS, Recipe
 from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
 from adaptive_batch.checkpoint import CheckpointManager
@@ -36,15 +36,10 @@ SMALL_STEPS = ("grow_beyond_maximum=True", "micro_batch_size=3")
 
 @dataclass(frozen=True)
 class Way:
-    """Configuration of a run; `write_files` writes a second model and returns its overrides."""
+    """Configuration of a run."""
 
     overrides: tuple[str, ...]
-    recipe: str = OURS
-    write_files: Callable[[SmallSetup], tuple[str, ...]] = lambda setup: ()
-
-
-def write_pairs_and_reference(setup: SmallSetup) -> tuple[str, ...]:
-    return (*preferences.write_pairs(setup), *preferences.reference_of(setup))
+    recipe: Recipe = FULL
 
 
 RAMP = block(SCHEDULE, "adaptive_batch.schedules.linear_ramp", start=1, end=8, over="2ep")
@@ -83,23 +78,15 @@ WAYS: dict[str, Way] = {
     ),
     "adapters": Way(
         (
-            *(*SAVES, *ROWS, *adapters.LORA, *adapters.KINDS["DoRA"], *DROPOUT, FOUR_MORE),
+            *(*SAVES, *ROWS, *KINDS["DoRA"], *DROPOUT, FOUR_MORE),
             "model.lora_dropout=0.1",
         ),
-        adapters.OURS,
+        ADAPTERS,
     ),
-    "pairs": Way(
-        (*SAVES, *ROWS, *preferences.PAIRS, "clip_grad_norm=0.5", FOUR_MORE),
-        preferences.OURS,
-        write_pairs_and_reference,
-    ),
+    "pairs": Way((*SAVES, *ROWS, "clip_grad_norm=0.5", FOUR_MORE), FULL_PAIRS),
     "distillation": Way(
-        (
-            *(*SAVES, *ROWS, *distillation.LORA, *DROPOUT, *VALIDATION, FOUR_MORE, *SMALL_STEPS),
-            "model.lora_dropout=0.1",
-        ),
-        distillation.OURS,
-        distillation.write_teacher,
+        (*SAVES, *ROWS, *DROPOUT, *VALIDATION, FOUR_MORE, *SMALL_STEPS, "model.lora_dropout=0.1"),
+        DISTILLATION,
     ),
     # The step of torchao's optimizer is compiled.
     "8 bit": Way(
@@ -192,14 +179,14 @@ def experiment(setup: SmallSetup, name: str, *, kills: int, seed: int) -> dict[s
     """Kill and resume runs of a way `kills` times, and train each run to its end."""
     begin = time.perf_counter()
     way, chance = WAYS[name], random.Random(f"{name} {seed}")
-    overrides = (*way.overrides, *way.write_files(setup))
+    overrides = (*way.recipe.overrides(setup), *way.overrides)
 
     def start(folder: Path, variables: dict[str, str]) -> bool:
         """Start or resume a run; return whether it was killed."""
         resumes = ("resume_from_checkpoint=True",) * any(folder.glob("step_*"))
         keys = (f"output_dir={folder}", *overrides, *resumes)
         (ended,) = run(
-            _start, setup, way.recipe, keys, environment=lambda rank: variables, timeout=500
+            _start, setup, way.recipe.ours, keys, environment=lambda rank: variables, timeout=500
         )
         assert ended.exit_status in (0, -signal.SIGALRM), ended.output[-5000:]
         return ended.exit_status != 0

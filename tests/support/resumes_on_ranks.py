@@ -5,7 +5,6 @@ device.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from support.cli import FEATURES, OURS, SmallSetup, block
@@ -16,16 +15,13 @@ from support.trajectories import (
     SGD,
     TOKENS,
     VALIDATION,
+    Part,
     Trajectory,
     read_run,
-    weights_apart,
+    train_in_parts,
 )
 
 from adaptive_batch.distributed import EXIT_STATUS
-from adaptive_batch.report import audit
-
-# Number of ranks, and the overrides that end the run; empty for the last part.
-Part = tuple[int, tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -33,15 +29,27 @@ class Way:
     """Configuration of a run, and the parts that train it."""
 
     overrides: tuple[str, ...]
-    parts: tuple[Part, ...]
+    parts: list[Part]
     # Further overrides of the run on one device: the batch size, if several ranks begin.
     alone: tuple[str, ...] = ()
 
 
-def there_and_back(*until: int) -> tuple[Part, ...]:
-    """Return parts on 1, 2, 4, 2 and 1 ranks that end at the given steps."""
-    asked = zip((1, 2, 4, 2), map(asks_at_step, until), strict=True)
-    return (*asked, (1, ()))
+def on_ranks(*ranks: int, until: tuple[int, ...]) -> list[Part]:
+    """Return parts on numbers of ranks that end at the given steps, and the last at the end."""
+    asked: list[Part] = [
+        (number, asks_at_step(step), EXIT_STATUS)
+        for number, step in zip(ranks[:-1], until, strict=True)
+    ]
+    return [*asked, (ranks[-1], (), 0)]
+
+
+def there_and_back(*until: int) -> list[Part]:
+    return on_ranks(1, 2, 4, 2, 1, until=until)
+
+
+def after_an_epoch(first: int, second: int) -> list[Part]:
+    """Return two parts; the first one is asked to end in the save of the first epoch."""
+    return [(first, asks_in_epoch(0), EXIT_STATUS), (second, (), 0)]
 
 
 SAVES = ("save_every_n_steps=2",)
@@ -54,7 +62,6 @@ RAMP = (
 MEMORY = "probe.device_memory=64MiB"
 ALONE = ("batch_size=4",)
 USUAL = there_and_back(3, 6, 9, 13)
-EPOCH_OF_2 = (2, asks_in_epoch(0))
 
 WAYS: dict[str, Way] = {
     "AdamW, cosine, clipping": Way((*SAVES, *COSINE), USUAL),
@@ -69,56 +76,33 @@ WAYS: dict[str, Way] = {
     ),
     "optimizer in backward": Way((*SAVES, *SGD, "optimizer_in_bwd=True"), USUAL),
     "saved in the background": Way((*SAVES, *SGD, "enable_async_checkpointing=True"), USUAL),
-    "3 ranks": Way(
-        (*SAVES, *SGD, "batch_size=8", "dtype=fp64"),
-        ((1, asks_at_step(3)), (3, asks_at_step(6)), (1, ())),
-    ),
-    "begun on 4": Way(
-        (*SGD, "batch_size=1"), ((4, asks_at_step(3)), (2, asks_at_step(9)), (1, ())), ALONE
-    ),
-    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), (EPOCH_OF_2, (1, ())), ALONE),
-    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), (EPOCH_OF_2, (4, ())), ALONE),
-    "epoch of 1 on 2": Way(COSINE, ((1, asks_in_epoch(0)), (2, ()))),
+    "3 ranks": Way((*SAVES, *SGD, "batch_size=8", "dtype=fp64"), on_ranks(1, 3, 1, until=(3, 6))),
+    "begun on 4": Way((*SGD, "batch_size=1"), on_ranks(4, 2, 1, until=(3, 9)), ALONE),
+    "epoch of 2 on 1": Way((*SGD, "batch_size=2"), after_an_epoch(2, 1), ALONE),
+    "epoch of 2 on 4": Way((*SGD, "batch_size=2"), after_an_epoch(2, 4), ALONE),
+    "epoch of 1 on 2": Way(COSINE, after_an_epoch(1, 2)),
 }
 
 
-def train_in_parts(setup: SmallSetup, way: Way) -> Path:
-    """Train the parts of a way, each resumed from the previous one; return their folder."""
-    keys = (*way.overrides, f"output_dir={setup.fresh_folder()}")
-    for ranks, asks in way.parts:
-        ends = EXIT_STATUS if asks else 0
-        finished = setup.run(OURS, *keys, *asks, ranks=ranks, expect=ends)
-        keys = (*keys, "resume_from_checkpoint=True")
-    return finished.output_dir
-
-
-def train_alone(setup: SmallSetup, way: Way) -> Path:
-    """Train a way on one device without interruption; return its folder."""
-    return setup.run(OURS, *way.overrides, *way.alone, ranks=1).output_dir
-
-
-def compare(folder: Path, whole: Path) -> dict[str, Any]:
-    """Compare a run in parts with the whole run.
+def compare(setup: SmallSetup, way: Way) -> dict[str, Any]:
+    """Train a way in parts, and on one device without interruption, and compare both.
 
     Returns:
-        `differing`: differences of figures that must be equal. `loss`, `validation`: the largest
-        relative difference of any step. `weights`: the norm of the difference of all weights
-        relative to their norm. `largest`: the largest difference of a weight.
+        `differing`: differences of figures that must be equal. `loss`: the largest relative
+        difference of a loss of a step or of a validation. `weights`: the norm of the difference of
+        all weights relative to their norm.
     """
-    ours, theirs = read_run(folder), read_run(whole)
-    relative, largest = weights_apart(ours.weights, theirs.weights)
+    ours = read_run(train_in_parts(setup, way.overrides, way.parts))
+    theirs = read_run(setup.run(OURS, *way.overrides, *way.alone, ranks=1).output_dir)
     return {
         "steps": sum(isinstance(step, int) for step in theirs.steps),
         "differing": ours.differences(theirs, rounding=(0.0, float("inf")), only=OF_DATA),
-        "loss": _largest_difference(ours, theirs, "loss"),
-        "validation": _largest_difference(ours, theirs, "val_loss"),
-        "weights": relative,
-        "largest": largest,
-        "audit": audit(folder).lines,
+        "loss": max(_differences(ours, theirs, "loss") + _differences(ours, theirs, "val_loss")),
+        "weights": ours.weights_apart(theirs),
     }
 
 
-def _largest_difference(ours: Trajectory, theirs: Trajectory, name: str) -> float:
+def _differences(ours: Trajectory, theirs: Trajectory, name: str) -> list[float]:
     both = [step for step in ours.steps.keys() & theirs.steps.keys() if name in theirs.steps[step]]
     pairs = [(ours.steps[step][name], theirs.steps[step][name]) for step in both]
-    return max((abs(one - other) / abs(other) for one, other in pairs), default=0.0)
+    return [abs(one - other) / abs(other) for one, other in pairs]

@@ -31,48 +31,22 @@ from adaptive_batch.training import (
 IGNORED = -100
 
 
-class HeldSizer(MicroBatchSizer):
-    """A sizer with a fixed limit until an OOM lowers it."""
+def sizer_of(limit: MicroBatchLimit, **options: Any) -> MicroBatchSizer:
+    """Return a sizer with a limit."""
+    sizer = MicroBatchSizer(**options)
+    set_limit(sizer, limit)
+    return sizer
 
-    def __init__(
-        self,
-        current: MicroBatchLimit,
-        *,
-        layout: MicroBatchLayout | None = None,
-        memory: DeviceMemory | None = None,
-        on_change: Callable[[LimitChange], object] = lambda change: None,
-    ) -> None:
-        super().__init__(layout=layout, memory=memory, on_change=on_change)
-        self._full_limit = current
-        # Limit of the sizers of other passes; None for the configured one.
-        self.limit_of_others: MicroBatchLimit | None = None
 
-    def _limit_without_oom(self, batch_size: int) -> MicroBatchLimit:
-        return self._full_limit
-
-    def for_other_pass(
-        self, kind: str, rows: int | str, layout: MicroBatchLayout
-    ) -> MicroBatchSizer:
-        """Return a sizer with `limit_of_others`, if it is set."""
-        if self.limit_of_others is None:
-            return super().for_other_pass(kind, rows, layout)
-        return HeldSizer(self.limit_of_others, layout=layout, memory=self._memory)
-
-    @property
-    def current(self) -> MicroBatchLimit:
-        """Current limit. An assignment also drops a lowered limit."""
-        return self.limit()
-
-    @current.setter
-    def current(self, limit: MicroBatchLimit) -> None:
-        self._reset_lowered_limit()
-        self._full_limit = limit
+def set_limit(sizer: MicroBatchSizer, limit: MicroBatchLimit) -> None:
+    """Set the configured limit of a sizer, and forget a lowered one."""
+    sizer.micro_batch_size = limit.amount if limit.unit == "rows" else None
+    sizer.micro_batch_tokens = limit.amount if limit.unit == "tokens" else None
+    sizer._reset_lowered_limit()
 
 
 class SmallRunner(RecipeStep):
-    """A recipe step whose limit does not depend on the batch size."""
-
-    sizer: HeldSizer
+    """A recipe step that needs no report of its rank."""
 
     def run(
         self, rows: Sequence[Any], report: RankReport | None = None, **options: Any
@@ -107,7 +81,7 @@ def build_runner(
     kind: type[SmallRunner] = SmallRunner,
     **options: Any,
 ) -> SmallRunner:
-    """Return a step whose limit is ``sizer.current``."""
+    """Return a step with a limit."""
 
     def length(row: Any) -> int:
         return len(row["tokens"])
@@ -120,5 +94,5 @@ def build_runner(
     count_labels = partial(count_shifted_labels, ignore_index=IGNORED)
     loss = RowLoss(collate_to, to_device, mean_loss, count_labels, length, length, dummy_row)
     memory = memory or device_memory(next(model.parameters()).device)
-    sizer = HeldSizer(limit, layout=layout, memory=memory, on_change=on_change)
+    sizer = sizer_of(limit, layout=layout, memory=memory, on_change=on_change)
     return kind(model, loss, sizer, memory=memory, **options)

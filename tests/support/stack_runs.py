@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from support.runners import HeldSizer, report_of
+from support.runners import report_of, sizer_of
 from torchtune import config, training
 
 from adaptive_batch.__main__ import emulated_device
@@ -93,7 +93,7 @@ def train(run: StackRun) -> Outcome:
     rows = [job.task.synthetic_row(run.combination.length)] * run.rows
     data = Data(job, rows[:1], packed=False)
     limit = MicroBatchLimit(run.rows)
-    sizer = HeldSizer(limit, layout=data.configured_layout, memory=job.memory)
+    sizer = sizer_of(limit, layout=data.configured_layout, memory=job.memory)
     done, error = 0, None
     before: Mapping[str, int] = {"num_alloc_retries": 0, "num_ooms": 0}
     try:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 from support.processes import run_torchrun
-from support.runners import HeldSizer, report_of
+from support.runners import report_of, sizer_of
 from support.stack_runs import no_weights
 
 from adaptive_batch.data import MicroBatchLimit
@@ -84,7 +84,7 @@ def on_cuda(
     job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
     data = Data(job, made_up_rows(job, 1, 8), packed=False)
     model = job.builder.build(cfg, no_weights(), dtype=job.dtype, device=job.device)
-    sizer = HeldSizer(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
+    sizer = sizer_of(MicroBatchLimit(rows), layout=data.configured_layout, memory=job.memory)
     trainer = Trainer(job, data, model, sizer)
     for step in range(STEPS):
         step_rows = made_up_rows(job, rows, tokens) * micro_batches

@@ -76,10 +76,19 @@ class Trajectory:
                 if not _are_close(one, two, 0.0 if name in OF_DATA else rounding[0]):
                     found.append(f"step {step}: {name} {one}, undisturbed {two}")
         if not same_weights(self.weights, other.weights):
-            relative, _ = weights_apart(self.weights, other.weights)
+            relative = self.weights_apart(other)
             if not relative <= rounding[1] > 0:
                 found.append(f"weights: {relative:.1e} of their norm apart")
         return found
+
+    def weights_apart(self, other: Trajectory) -> float:
+        """Return the norm of the difference of all weights relative to the norm of the others."""
+        ours, theirs = self.weights, other.weights
+        if ours.keys() != theirs.keys() or not ours:
+            raise AssertionError(f"other weights: {sorted(ours.keys() ^ theirs.keys())}")
+        pairs = [(ours[name].double(), theirs[name].double()) for name in theirs]
+        apart = torch.cat([(one - two).flatten() for one, two in pairs])
+        return float(apart.norm() / torch.cat([two.flatten() for _, two in pairs]).norm())
 
     def most(self, name: str) -> int:
         """Return the largest value of a figure in any step."""
@@ -90,19 +99,6 @@ def _are_close(one: Any, other: Any, rounding: float) -> bool:
     if isinstance(one, float) and isinstance(other, float):
         return one == other or abs(one - other) <= rounding * abs(other)
     return bool(one == other)
-
-
-def weights_apart(
-    ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]
-) -> tuple[float, float]:
-    """Return the norm of the difference of two checkpoints relative to the norm of the second, and
-    the largest difference of a weight.
-    """
-    if ours.keys() != theirs.keys() or not ours:
-        raise AssertionError(f"other weights: {sorted(ours.keys() ^ theirs.keys())}")
-    apart = torch.cat([(ours[name].double() - theirs[name].double()).flatten() for name in theirs])
-    norm = torch.cat([theirs[name].double().flatten() for name in theirs]).norm()
-    return float(apart.norm() / norm), float(apart.abs().max())
 
 
 def read_run(folder: Path) -> Trajectory:
@@ -374,6 +370,19 @@ def _compare_programs(driver: str, case: str, disturbance: str, folder: Path) ->
 
 # --- recipes
 
+# Number of ranks, overrides that end this part of a run, and the exit status of each rank.
+Part = tuple[int, tuple[str, ...], int | Sequence[int]]
+
+
+def train_in_parts(setup: SmallSetup, keys: tuple[str, ...], parts: Sequence[Part]) -> Path:
+    """Train the parts of a run, each resumed from the previous one; return their folder."""
+    keys = (*keys, f"output_dir={setup.fresh_folder()}")
+    for ranks, ends, expect in parts:
+        finished = setup.run(OURS, *keys, *ends, ranks=ranks, expect=expect)
+        keys = (*keys, "resume_from_checkpoint=True")
+    return finished.output_dir
+
+
 SGD = (
     "optimizer=torch.optim.SGD",
     "optimizer.momentum=0.9",
@@ -393,21 +402,18 @@ def _compare_recipes(
     keys += (*cosine_after(2), "clip_grad_norm=0.5")
     keys += ("model.attn_dropout=0.2",) if is_exact else ("dtype=fp64", *SGD)
     whole = disturbed = keys
-    folder, of_whole = setup.fresh_folder(), setup.fresh_folder()
+    parts: list[Part] = [(ranks, (), 0)]
     if disturbance in ("kill", "other ranks"):
         # The logger of rank 0 kills it; the other rank exits with status 1.
-        kills = [-signal.SIGKILL, 1][:ranks]
-        setup.run(OURS, *keys, *KILLS, f"output_dir={folder}", ranks=ranks, expect=kills)
-        disturbed = (*keys, "resume_from_checkpoint=True")
+        resuming = 3 - ranks if disturbance == "other ranks" else ranks
+        parts = [(ranks, KILLS, [-signal.SIGKILL, 1][:ranks]), (resuming, (), 0)]
     elif disturbance == "OOM":
         whole = (*keys, *WATCHED, f"micro_batch_size={FEWER_ROWS // ranks}")
         disturbed = (*keys, *WATCHED, f"model.rows_fit={FEWER_ROWS // ranks}")
     elif disturbance == "split":
         disturbed = (*keys, f"micro_batch_size={FEWER_ROWS // ranks}")
-    resuming = 3 - ranks if disturbance == "other ranks" else ranks
-    setup.run(OURS, *disturbed, f"output_dir={folder}", ranks=resuming)
-    setup.run(OURS, *whole, f"output_dir={of_whole}", ranks=ranks)
-    found, expected = read_run(folder), read_run(of_whole)
+    folder = train_in_parts(setup, disturbed, parts)
+    found, expected = read_run(folder), read_run(setup.run(OURS, *whole, ranks=ranks).output_dir)
     log = read_records(folder / "adaptive_batch" / "run.jsonl")
     if disturbance in ("kill", "other ranks"):
         (*_, start) = [record for record in log if record["kind"] == "start"]

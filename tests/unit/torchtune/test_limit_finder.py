@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from omegaconf import OmegaConf
 from support.cli import SmallSetup
-from support.preferences import LORA, write_pairs
+from support.tasks import PAIRS
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.probe import ProbeResult
@@ -46,7 +46,7 @@ def test_trials_hold_gradients_if_a_rank_takes_the_rows_of_another(small: SmallS
 
 
 def test_a_search_does_not_set_the_bounds_of_sizers(small: SmallSetup) -> None:
-    finder, trainer = set_up(small, *LORA, *write_pairs(small), "reference_micro_batch_size=auto")
+    finder, trainer = set_up(small, *PAIRS.overrides(small), "reference_micro_batch_size=auto")
     assert finder.search_training(trainer, length="longest").max_batch_size
     assert finder.search_reference(trainer, batch_size=2).max_batch_size
     for sizer in (trainer.engine.sizer, trainer.reference_sizer):
@@ -57,7 +57,7 @@ def test_the_error_of_a_reference_that_was_not_tried_gives_the_tried_rows(
     small: SmallSetup,
 ) -> None:
     options = ("reference_micro_batch_size=16", "probe.maximum=2")
-    finder, trainer = set_up(small, *LORA, *write_pairs(small), *options)
+    finder, trainer = set_up(small, *PAIRS.overrides(small), *options)
     with pytest.raises(SettingError, match=r"of up to 2 rows of \d+ tokens found that 2 rows fit"):
         finder.search_reference(trainer, batch_size=2)
 

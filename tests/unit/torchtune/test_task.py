@@ -28,6 +28,7 @@ from support.exact_tasks import (
     rows_of,
 )
 from support.fault_injection import OutOfMemoryMode, in_attempts
+from support.runners import set_limit
 from support.same_state import assert_same
 from torch import nn
 from torchtune.rlhf.loss import DPOLoss
@@ -56,7 +57,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_pairs(kind, layout):
         limit = MicroBatchLimit(drawn.randrange(60, 400), "tokens")
         if drawn.random() < 0.5:
             limit = MicroBatchLimit(drawn.randrange(1, len(rows)))
-        wired.trainer.engine.sizer.current = limit
+        set_limit(wired.trainer.engine.sizer, limit)
         split = wired.run(shuffled)
         assert split.micro_batches > 1
         assert largest_difference(expected, wired.gradients()) < EXACT
@@ -266,7 +267,7 @@ def test_any_split_has_the_gradient_loss_and_metrics_of_all_rows(kind, layout):
     limits += [MicroBatchLimit(drawn.randrange(1, len(rows))) for _ in range(5)]
     limits += [MicroBatchLimit(drawn.randrange(40, 200), "tokens") for _ in range(5)]
     for limit in limits:
-        wired.trainer.engine.sizer.current = limit
+        set_limit(wired.trainer.engine.sizer, limit)
         result = wired.run(drawn.sample(rows, len(rows)))
         assert (result.micro_batches > 1) == (limit != limits[0])
         assert layout != "packed" or result.padding_fraction == 0
@@ -309,8 +310,8 @@ def test_kd_ratio_defaults_to_that_of_torchtune():
             ("LoRA", "kd_loss", {"kd_loss": {"_component_": component}})
             for component in (
                 "torch.nn.MSELoss",
-                "support.distillation.SumOfTokens",
-                "support.distillation.MeanOfAllTokens",
+                "support.exact_tasks.SumOfTokens",
+                "support.exact_tasks.MeanOfAllTokens",
             )
         ),
         ("full", "tensor_parallel_dim", {"tensor_parallel_dim": 2}),

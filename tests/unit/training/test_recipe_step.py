@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.examples import examples
-from support.runners import HeldSizer, build_runner
+from support.runners import build_runner, sizer_of
 from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Decoder, Layer, collate, token_losses
 from torch import nn
 
@@ -203,7 +203,7 @@ class Validated:
             on_change=self.changes_in_training.append,
             **settings,
         )
-        self.sizer = HeldSizer(capacity, on_change=self.changes.append)
+        self.sizer = sizer_of(capacity, on_change=self.changes.append)
 
     def run(self, rows):
         return self.engine.evaluate(rows, loss=self.engine.loss, sizer=self.sizer)
