@@ -37,8 +37,8 @@ from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.errors import SettingError
 from adaptive_batch.torchtune import Distillation, Job, PreferencePairs, Settings
 from adaptive_batch.torchtune.checks import TO_PLAN, complete
-from adaptive_batch.training import BoundSearch, ProbeOptions, SearchScope, StepResult
-from adaptive_batch.training.bound_search import LongestRows
+from adaptive_batch.training import ProbeOptions, SearchScope, StepResult
+from adaptive_batch.training.bound_search import BoundSearch, LongestRows
 
 
 @pytest.mark.parametrize("layout", ["padded", "grouped", "packed"])
