@@ -23,7 +23,6 @@ from .model_estimate import (
     estimate_length,
     estimate_memory,
     estimate_step,
-    with_composition,
 )
 from .result import (
     Change,
@@ -64,5 +63,4 @@ __all__ = [
     "left_out",
     "parse_devices",
     "rank_changes",
-    "with_composition",
 ]

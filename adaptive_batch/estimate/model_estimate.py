@@ -156,8 +156,6 @@ def estimate_step(
     if headroom == "auto":
         headroom = auto_headroom(expands=settings.expandable_segments)
     targets = [device.target(context_bytes=context, headroom=headroom) for device in parsed]
-    # By the index of the device.
-    fits: dict[int, Fit] = {}
     # Sentences about memory that is not counted, in order and each once.
     not_counted: dict[str, None] = {}
 
@@ -168,7 +166,7 @@ def estimate_step(
 
     owners = {"model": model, "optimizer": optimizer}
     with explained_missing_values(lambda key: type(owners[key]).__name__):
-        # Reversed, so that `length` belongs to the kernels of the first device in the end.
+        # Reversed, so that `length` belongs to the first device in the end, whose number is 0.
         for members in reversed(group_by_kernels(parsed)):
             fake = FakeDevice(parsed[members[0]].kernels)
             compiled = CompiledParts(fake)
@@ -195,18 +193,16 @@ def estimate_step(
                     maximum=maximum,
                     allocator=settings,
                 )
-                is_first_device = members[0] == 0
-                if trace is not None and is_first_device:
+                if trace is not None and members[0] == 0:
                     rows = max(1, fits_of_members[0].max_batch_size)
                     log = step.log(rows, step.forward_backward, num_steps=2)
                     snapshot = CachingAllocator(settings).snapshot(log)
                     Path(trace).write_bytes(pickle.dumps(snapshot))
-            fits.update(zip(members, fits_of_members, strict=True))
+            for number, fit in zip(members, fits_of_members, strict=True):
+                targets[number] = replace(targets[number], lengths=(fit,))
             not_counted.update(dict.fromkeys(compiled.left_out))
     return MemoryEstimate(
-        devices=tuple(
-            replace(target, lengths=(fits[number],)) for number, target in enumerate(targets)
-        ),
+        devices=tuple(targets),
         lengths=(length,),
         maximum=maximum,
         left_out=(*not_counted, *left_out(model, [device.architecture for device in parsed])),
@@ -432,7 +428,12 @@ def estimate_length(
 
     checked_fits = [find_checked_fit(target) for target in targets]
     fits = tuple(
-        with_composition(checked, fit, step.composition(max(1, fit.max_batch_size), run))
+        replace(
+            fit,
+            bytes_per_row=float(checked.curve.highest(max(2, fit.max_batch_size)).bytes_per_row),
+            composition=step.composition(max(1, fit.max_batch_size), run),
+            optimizer_bytes=checked.optimizer_peak_bytes or 0,
+        )
         for checked, fit in checked_fits
     )
     # The curve of most rows is returned.
@@ -479,16 +480,6 @@ def counted_fit(length: LengthEstimate, budget_bytes: int, *, maximum: int) -> F
     peak = length.peak_bytes(max(1, rows))
     too_large = length.first_too_large(budget_bytes)
     return Fit(length.sequence_length, rows, peak, peak, too_large)
-
-
-def with_composition(length: LengthEstimate, fit: Fit, composition: dict[str, int]) -> Fit:
-    """Return a fit with the composition of its peak."""
-    return replace(
-        fit,
-        bytes_per_row=float(length.curve.highest(max(2, fit.max_batch_size)).bytes_per_row),
-        composition=composition,
-        optimizer_bytes=length.optimizer_peak_bytes or 0,
-    )
 
 
 def replayed_fit(

@@ -132,8 +132,8 @@ def _adopt(trainer: Any) -> None:
         sys.path.append(folder)
     from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
 
-    given = json.loads(os.environ["ADAPTIVE_BATCH_ARGUMENTS"])
     if not isinstance(trainer, AdaptiveTrainer):
+        given = json.loads(os.environ["ADAPTIVE_BATCH_ARGUMENTS"])
         log = logging.getLogger("adaptive_batch")
         if log.level == logging.NOTSET:
             log.setLevel(logging.INFO)

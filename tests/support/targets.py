@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from adaptive_batch.estimate import LengthEstimate, Target, counted_fit, with_composition
+from adaptive_batch.estimate import LengthEstimate, Target, counted_fit
 
 
 def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) -> Target:
@@ -23,5 +23,5 @@ def counted(target: Target, lengths: Iterable[LengthEstimate], *, maximum: int) 
             "activations": others - others // 5,
             "backward temporaries": others // 5,
         }
-        fits.append(with_composition(length, fit, composition))
+        fits.append(replace(fit, composition=composition))
     return replace(target, lengths=tuple(fits))
