@@ -224,7 +224,7 @@ class AdaptiveFullFinetuneRecipe(FTRecipeInterface):
             self.log.event("nothing_to_train", message)
         # Within this context, SIGTERM, SIGHUP and Ctrl-C only set `preemption.requested`: the
         # current step is finished and saved.
-        with self.saver.preemption:
+        with self.saver.preemption, self.saver.adding_resume_hint():
             for epoch in range(first_epoch, epochs):
                 if epoch == first_epoch:
                     # _setup_rate() has planned it. Start where the checkpoint ended, with its

@@ -376,9 +376,10 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
         path = component_of(config.get(name))
         # Other releases of this package change no result of its rules.
         if path is not None and not path.startswith("adaptive_batch."):
-            # The module of the path may import the object from the module that defines it.
-            defined_in = getattr(load_function(path, key=name), "__module__", "")
-            files = described_with_files([path, f"{defined_in}.{name}"])
+            loaded = load_function(path, key=name)
+            # Sign the module of the path, and the one that defines the object if the first only
+            # imports it.
+            files = described_with_files([path, f"{getattr(loaded, '__module__', '')}.{name}"])
             conditions[f"{name}.file"] = f"{path}, {fingerprint(files)[:16]}"
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size

@@ -418,9 +418,9 @@ class Saver:
         return part
 
     def resume_hint(self) -> str:
-        """Return how a run that ends now resumes, as the end of a sentence; on rank 0."""
+        """Return how a run that ends now resumes, as the end of a sentence."""
         # Wait for an asynchronous save: it may be the newest checkpoint once it is complete. Do not
-        # wait with several ranks: all of them would have to, and only rank 0 calls this method.
+        # wait with several ranks: all of them would have to, and this rank may be the only caller.
         if distributed.world_size() == 1:
             with contextlib.suppress(CheckpointError):
                 self._wait()
@@ -430,6 +430,14 @@ class Saver:
         # With saves of several runs, the user has to name the checkpoint.
         value = newest.path if len(self._store.saves_by_run()) > 1 else True
         return f"resume_from_checkpoint={value} resumes from {newest.path}"
+
+    @contextlib.contextmanager
+    def adding_resume_hint(self) -> Iterator[None]:
+        """Context manager: add to the error of a failed save how the run resumes."""
+        try:
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{error}; {self.resume_hint()}") from error
 
     # --- when to save
 
@@ -455,7 +463,7 @@ class Saver:
             except CheckpointError as error:
                 # After the last epoch, the exported weights matter more than a checkpoint.
                 if not is_last:
-                    raise self._with_resume_hint(error) from error
+                    raise
                 log.warning("the last epoch is saved without a checkpoint: %s", error)
         self._export(trainer, epoch=epoch)
         if distributed.any_of_ranks(self.preemption.requested) and not is_last:
@@ -571,10 +579,7 @@ class Saver:
             order = newest.order if newest and newest.order else 0
             self._store.files.export(content, epoch=epoch, run=self._run, step=step, order=order)
 
-        try:
-            distributed.on_rank_zero(export)
-        except CheckpointError as error:
-            raise self._with_resume_hint(error) from error
+        distributed.on_rank_zero(export)
         self._remove_earlier_runs()
         self._log.event("checkpoint", f"epoch {epoch} saved", epoch=epoch, steps=step)
 
@@ -589,10 +594,6 @@ class Saver:
             lambda: self._store.remove_others(self._run)
         ):
             self.replaces = ""
-
-    def _with_resume_hint(self, error: CheckpointError) -> CheckpointError:
-        """Return the error of a failed save with how the run resumes; a collective."""
-        return CheckpointError(f"{error}; {distributed.from_rank_zero(self.resume_hint)}")
 
     def _log_failure(self, error: CheckpointError) -> None:
         message = f"training continues; this checkpoint was not saved: {error}"
