@@ -129,6 +129,10 @@ class DatasetAdapter(Dataset[Any]):
 class ReadAhead:
     """A map-style dataset whose next rows a thread reads while the device is busy.
 
+    torchtune's tokenizers take 4 to 16 ms for 16 rows of 540 tokens. A worker process of a
+    DataLoader would hide that time too, but would draw other random numbers and lose the types of
+    errors.
+
     Expected rows are only a hint: a row that the thread has not read is read on demand. The first
     read on demand stops the thread after its current row. No row is read ahead after a row failed
     in the thread, nor if one of the first rows draws random numbers of Python, numpy or torch,
