@@ -133,10 +133,10 @@ class ReadAhead:
     DataLoader would hide that time too, but would draw other random numbers and lose the types of
     errors.
 
-    Expected rows are only a hint: a row that the thread has not read is read on demand. The first
-    read on demand stops the thread after its current row. No row is read ahead after a row failed
-    in the thread, nor if one of the first rows draws random numbers of Python, numpy or torch,
-    whose order training depends on.
+    Expected rows are only a hint: a row that the thread has not read is read on demand. A call for
+    any row stops the thread after its current row, so only one row is read at a time. No row is
+    read ahead after a row failed in the thread, nor if one of the first rows draws random numbers
+    of Python, numpy or torch, whose order training depends on.
 
     Args:
         dataset: dataset whose rows do not depend on the thread or the order of reads.

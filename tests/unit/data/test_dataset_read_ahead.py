@@ -111,7 +111,7 @@ def test_the_rows_of_the_next_step_are_read_once():
     assert len(dataset.by_main) == read
 
 
-def test_a_read_on_demand_stops_the_thread_after_its_row():
+def test_a_call_for_a_row_stops_the_thread_after_its_row():
     dataset = Squares(seconds=0.02)
     epoch = started(dataset)
     epoch.take(50)  # the thread begins to read rows 82 to 131
