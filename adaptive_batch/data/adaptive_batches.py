@@ -22,7 +22,6 @@ from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import (
     Progress,
     Schedule,
-    Seesaw,
     check_rule,
     needs_noise_scale,
     reads_tokens,
@@ -185,10 +184,6 @@ class AdaptiveBatches(Batches):
         return -(-batch_size * self.ranks // distributed.data_parallel_size())
 
     def __iter__(self) -> Iterator[list[int]]:
-        rule = self.batching.batch_size_schedule
-        if isinstance(rule, Seesaw) and rule.decay is None:
-            remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
-            raise SettingError("batch_size_schedule", rule, remedy)
         yield from super().__iter__()
         # A loader may read a whole epoch ahead, but not two.
         if self._progress.steps == self._steps_at_end:

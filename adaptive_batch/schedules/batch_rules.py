@@ -147,6 +147,9 @@ def _call(
     """Call a user's function and check its result; `call` and `remedy` go into the message."""
     try:
         answer = function(*arguments)
+    except SettingError:
+        # Its message has the remedy, as that of a seesaw before couple().
+        raise
     except (Exception, SystemExit) as error:
         raise GrowthFunctionError(f"{call} raised {type(error).__name__}: {error}") from error
     number = whole_number(answer)
@@ -505,7 +508,9 @@ class Seesaw(_Rule):
         return replace(self, start=start, decay=decay)
 
     def __call__(self, progress: Progress) -> int:
-        assert self.decay is not None, f"{self} is not coupled to a schedule of the rate"
+        if self.decay is None:
+            remedy = "it follows the schedule of the rate; call batches.couple(lr_scheduler) first"
+            raise SettingError(KEY, self, remedy)
         # A learning-rate schedule may end at 0, where the growth would be infinite.
         decay = max(self.decay(progress), 1 / MOST_ROWS)
         growth = 1 / decay

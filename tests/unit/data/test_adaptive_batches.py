@@ -26,7 +26,7 @@ from torch.utils.data import (
 from adaptive_batch import distributed
 from adaptive_batch.data import AdaptiveBatches, Sampling
 from adaptive_batch.errors import SettingError
-from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, steps
+from adaptive_batch.schedules import at_epochs, by_noise_scale, linear_ramp, seesaw, steps
 
 # With batches of 3, 5 and 7 rows, 22 + 13 + 10 = 45 steps in three epochs.
 NUM_ROWS = 64
@@ -338,6 +338,15 @@ def test_an_invalid_sampling_is_refused(key, values):
     for value in values:
         with pytest.raises(SettingError, match=f"^{key}="):
             Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
+
+
+def test_a_seesaw_without_a_schedule_of_the_rate_is_refused():
+    batches = AdaptiveBatches(Rows(), 3, batch_size_schedule=seesaw())
+    for use in (len, lambda batches: next(iter(batches))):
+        with pytest.raises(
+            SettingError, match=r"^batch_size_schedule=seesaw.* call batches.couple"
+        ):
+            use(batches)
 
 
 def test_an_epoch_without_rows_that_fit_is_refused():
