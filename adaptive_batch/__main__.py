@@ -142,7 +142,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = options.command
+        remedy = f"see adaptive-batch {name} --help"
+        commands.choices[name].error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
     try:
         return _run(options)
     except SettingError as error:

@@ -305,7 +305,7 @@ def steps(batch_sizes: Sequence[int], thresholds: Sequence[object]) -> Schedule:
     ends = [parse_duration(value, key=key) for value in thresholds]
     shown = [str(end) for end in ends]
     if len(ends) != len(sizes) - 1:
-        remedy = f"{len(sizes)} batch_sizes need one threshold fewer: the end of each but the last"
+        remedy = f"give one fewer than the {len(sizes)} batch_sizes: each begins the next stage"
         raise SettingError(key, shown, remedy)
     if len({end.unit for end in ends}) > 1:
         remedy = "thresholds in different units cannot be ordered; give all in one unit"
