@@ -11,11 +11,13 @@ from support.packed_batches import FORMS, Attends
 from support.processes import run_on_ranks
 from support.sharded_model import (
     Decoder,
+    RunsOutOnRankOne,
     by_hand,
     collate,
     divided,
     make_rows,
     relative_error,
+    run_out_of_memory,
     token_losses,
     whole_gradients,
 )
@@ -43,44 +45,15 @@ def mean_over_ranks(model: Decoder, rows: list[list[dict[str, Any]]]) -> dict[st
     return {name: torch.stack([each[name] for each in of_ranks]).mean(0) for name in of_ranks[0]}
 
 
-class Script:
-    """A `forward_backward` function that runs out of memory between two layers on rank 1.
+def script_of(model: Decoder, **options: Any) -> RunsOutOnRankOne:
+    """Return a `forward_backward` function that runs out of memory on rank 1."""
 
-    Args:
-        model: trained model.
-        phase: phase of the OOM, ``forward`` or ``backward``.
-        most_rows: maximum rows that fit.
-        trials_fit: whether trials and checks of a split do not run out of memory.
-    """
-
-    def __init__(
-        self,
-        model: Decoder,
-        *,
-        phase: str = "forward",
-        most_rows: int = 10**9,
-        trials_fit: bool = False,
-    ) -> None:
-        self.model = model
-        self.phase = phase
-        self.most_rows = most_rows
-        self.trials_fit = trials_fit
-        self.rows: list[int] = []
-
-    def __call__(self, part: Part) -> float:
-        if not part.is_trial:
-            self.rows.append(part.num_rows)
-        self.model.burden = {}
-        fits = part.num_rows <= self.most_rows or (part.is_trial and self.trials_fit)
-        if not fits and distributed.rank() == 1:
-            self.model.burden = {self.phase: run_out_of_memory}
-        loss = token_losses(self.model, dict(part.batch), "mean") * part.share
+    def forward_backward(part: Part) -> float:
+        loss = token_losses(model, dict(part.batch), "mean") * part.share
         loss.backward()
         return loss.item()
 
-
-def run_out_of_memory() -> None:
-    torch.empty(2**50, dtype=torch.uint8)
+    return RunsOutOnRankOne(forward_backward, model, **options)
 
 
 def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dict[str, Any]:
@@ -90,7 +63,7 @@ def retried(phase: str, reshards: bool, checkpointing: bool, syncs: bool) -> dic
     one_device = copy.deepcopy(model)
     expected = [mean_over_ranks(one_device, each) for each in batches]
     divided(model, reshard_after_forward=reshards)
-    script = Script(model, phase=phase)
+    script = script_of(model, phase=phase)
     step = AdaptiveStep(model, script, options=StepOptions(sync_gradients_every_micro_batch=syncs))
     rank = distributed.rank()
     losses = [sum(step(collate(batches[0][rank])))]
@@ -145,7 +118,7 @@ def out_of_memory_before_forward(where: str) -> dict[str, Any]:
 
         return SplitBatch(whole.num_rows, part)
 
-    script = Script(model)
+    script = script_of(model)
     step = AdaptiveStep(model, script, split=split)
     if where == "step":
         step(collate(rows[distributed.rank()]))
@@ -203,7 +176,7 @@ def refused() -> tuple[list[str], bool]:
     )
     has_gradients = any(parameter.grad is not None for parameter in model.parameters())
     model.zero_grad()
-    script = Script(model, trials_fit=True)
+    script = script_of(model, trials_fit=True)
     step = AdaptiveStep(model, script)
     step(batch)
     model.zero_grad()

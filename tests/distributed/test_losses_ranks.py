@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.losses import CASES, Batch, Page, taken_gradients, whole_gradients_of
 from support.processes import run_on_ranks
-from support.sharded_model import Decoder, divided, relative_error, whole
+from support.sharded_model import Decoder, RunsOutOnRankOne, divided, relative_error, whole
 from torch.nn.parallel import DistributedDataParallel
 
 from adaptive_batch import distributed
-from adaptive_batch.training import AdaptiveStep, Part, StepOptions
+from adaptive_batch.training import AdaptiveStep, StepOptions
 
 EXACT = 1e-12
 LENGTHS = [5, 9, 4, 8, 7, 12, 6]
@@ -66,32 +65,6 @@ def test_any_split_has_the_gradient_of_the_global_batch(name, how, ranks):
     assert max(error for error, _ in results) <= EXACT
 
 
-class OutOfMemory:
-    """A function of a part that runs out of memory between two layers on rank 1.
-
-    Args:
-        function: function of a part.
-        model: model that it runs.
-        most_rows: maximum rows that fit.
-    """
-
-    def __init__(self, function: Callable[[Part], Any], model: Decoder, *, most_rows: int) -> None:
-        self.function = function
-        self.model = model
-        self.most_rows = most_rows
-        self.rows: list[int] = []
-
-    def __call__(self, part: Part) -> Any:
-        if not part.is_trial:
-            self.rows.append(part.num_rows)
-            if part.num_rows > self.most_rows and distributed.rank() == 1:
-                self.model.burden = {"forward": lambda: torch.empty(2**50, dtype=torch.uint8)}
-        try:
-            return self.function(part)
-        finally:
-            self.model.burden = {}
-
-
 def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
     """Run a batch that runs out of memory in one of its passes."""
     page = Page()
@@ -108,8 +81,10 @@ def out_of_memory(how: str, fails_in: str, over: str) -> dict[str, Any]:
         expected = {name: (of_ranks[0][name] + of_ranks[1][name]) / 2 for name in of_ranks[0]}
     shared(page, how)
     most_rows = {"statistics": 10, "loss": 10, fails_in: 1}
-    statistics = OutOfMemory(page.sums, model, most_rows=most_rows["statistics"])
-    loss = OutOfMemory(page.distill, model, most_rows=most_rows["loss"])
+    statistics, loss = (
+        RunsOutOnRankOne(function, model, most_rows=most_rows[name], trials_fit=True)
+        for name, function in (("statistics", page.sums), ("loss", page.distill))
+    )
     step = AdaptiveStep(
         page.model,
         loss,

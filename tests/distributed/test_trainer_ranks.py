@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from typing import Any
 
@@ -10,76 +9,31 @@ import numpy as np
 import pytest
 import torch
 from support.processes import run_on_ranks
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from support.trainers import limited, llama, trained, trainer_of
+from transformers import Trainer
 
-from adaptive_batch import DoesNotFitError, distributed
+from adaptive_batch import DoesNotFitError
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
 
-
-def collate(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([row["input_ids"] for row in features])
-    return {"input_ids": ids, "labels": ids}
-
-
-def limited(limit: int | None, ranks: tuple[int, ...] = (1,)) -> LlamaForCausalLM:
-    """Return a model that runs out of memory above a number of rows on some ranks."""
-    torch.manual_seed(0)
-    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape, **heads))
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def limited_forward(*given: Any, **named: Any) -> Any:
-        if limit and distributed.rank() in ranks and len(named["input_ids"]) > limit:
-            torch.empty(2**50, dtype=torch.uint8)
-        return forward(*given, **named)
-
-    model.forward = limited_forward
-    return model
-
-
-def trained(kind: type[Trainer], limit: int | None, **arguments: Any) -> tuple[Any, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, 64, (32, 8), generator=generator).tolist()
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = kind(
-            limited(limit),
-            TrainingArguments(
-                folder,
-                per_device_train_batch_size=4,
-                num_train_epochs=2,
-                learning_rate=1e-2,
-                logging_steps=1,
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=True,
-                **arguments,
-            ),
-            train_dataset=[{"input_ids": row} for row in rows],
-            data_collator=collate,
-        )
-        if isinstance(trainer, AdaptiveTrainer) and limit is None:
-            trainer.adaptive = AdaptiveArguments(micro_batch_size="auto")
-        trainer.train()
-    if isinstance(trainer, AdaptiveTrainer):
-        assert trainer.adaptive_step.num_micro_batches == (2 if limit else 1)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
-    return losses, weights
+TOKENS = torch.randint(1, 64, (32, 8), generator=torch.Generator().manual_seed(0)).tolist()
+ROWS = [{"input_ids": tokens} for tokens in TOKENS]
 
 
 def differences(accumulates: int) -> list[float]:
     """Return the largest differences from Trainer's losses and weights, unsplit and split."""
-    arguments = {"gradient_accumulation_steps": accumulates}
-    losses, weights = trained(Trainer, None, **arguments)
+    given = {"data": ROWS, "gradient_accumulation_steps": accumulates}
+    given["per_device_train_batch_size"] = 4
     found = []
-    for limit in (None, 2):
-        own_losses, own_weights = trained(AdaptiveTrainer, limit, **arguments)
-        assert len(own_losses) == len(losses)
-        found += [max(abs(a - b) / a for a, b in zip(losses, own_losses, strict=True))]
-        found += [(weights - own_weights).abs().max().item()]
+    with tempfile.TemporaryDirectory() as folder:
+        plain = trained(Trainer, folder, **given)
+        for limit in (None, 2):
+            adaptive = AdaptiveArguments(micro_batch_size=None if limit else "auto")
+            model = limited(llama(), limit, modes=[True], rank=1)
+            own = trained(AdaptiveTrainer, folder, model, adaptive=adaptive, **given)
+            assert own.trainer.adaptive_step.num_micro_batches == (2 if limit else 1)
+            losses = zip(plain.losses, own.losses, strict=True)
+            found += [max(abs(one - other) / one for one, other in losses)]
+            found += [(plain.weights - own.weights).abs().max().item()]
     return found
 
 
@@ -102,16 +56,13 @@ class Gathers(AdaptiveTrainer):
         return result
 
 
-def evaluated(kind: type[Trainer], limit: int | None, ranks: tuple[int, ...] = (1,)) -> Any:
-    """Return metrics and predictions with OOMs on some ranks, or the error's text."""
-    generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(1, 64, (30, 8), generator=generator).tolist()
+def evaluated(kind: type[Trainer], limit: int | None, rank: int | None = 1) -> Any:
+    """Return metrics and predictions with OOMs on one rank or on all, or the error's text."""
     with tempfile.TemporaryDirectory() as folder:
-        arguments = {"per_device_eval_batch_size": 4, "use_cpu": True, "disable_tqdm": True}
-        arguments = TrainingArguments(folder, report_to="none", **arguments)
-        trainer = kind(limited(limit, ranks), arguments, data_collator=collate)
+        model = limited(llama(), limit, rank=rank)
+        trainer = trainer_of(kind, folder, model, per_device_eval_batch_size=4)
         try:
-            output = trainer.predict([{"input_ids": row} for row in rows])
+            output = trainer.predict(ROWS[:30])
         except DoesNotFitError as error:
             return str(error)
     return output.metrics["test_loss"], output.predictions
@@ -119,7 +70,7 @@ def evaluated(kind: type[Trainer], limit: int | None, ranks: tuple[int, ...] = (
 
 def evaluations() -> list[Any]:
     whole, parts = evaluated(Trainer, None), evaluated(AdaptiveTrainer, 2)
-    return [*whole, *parts, evaluated(Gathers, 2, (0, 1))]
+    return [*whole, *parts, evaluated(Gathers, 2, rank=None)]
 
 
 @pytest.mark.slow

@@ -55,11 +55,9 @@ def searched(sync: bool) -> dict[str, Any]:
         ) // 2
         with trained.dry_run(room[distributed.rank()]) as trial:
             result = run_search(trial, search=BinarySearch(maximum=MOST))
-            again = fitting(partial(trial, 3))
         found["searches"][smaller] = (
             result.max_batch_size,
             [(one.batch_size, one.fits, one.peak_bytes) for one in result.trials],
-            again,
         )
     found["traces"] = differences(before, trained.everything())
     return found
@@ -129,6 +127,7 @@ def ranks() -> list[dict[bool, dict[str, Any]]]:
 def test_the_rank_with_the_least_memory_decides(ranks, sync):
     of_ranks = [facts[sync] for facts in ranks]
     peaks = [found["peaks"] for found in of_ranks]
+    assert [found["traces"] for found in of_ranks] == [[], []]
     for mine in peaks:
         assert sorted(mine.values()) == list(mine.values())
         assert mine[3] < mine[4]
@@ -141,15 +140,6 @@ def test_the_rank_with_the_least_memory_decides(ranks, sync):
             assert fits == (size <= 3)
             alone = max(mine[size] for mine in peaks)
             assert not fits or largest == pytest.approx(alone, abs=HELD_BYTES)
-
-
-def test_trials_after_a_failed_one_have_the_same_peaks_and_leave_no_trace_on_any_rank(ranks):
-    for facts in ranks:
-        assert len(facts) == 2
-        for found in facts.values():
-            assert found["traces"] == []
-            for _, _, again in found["searches"].values():
-                assert again == pytest.approx(found["peaks"][3], abs=HELD_BYTES)
 
 
 @pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=str)

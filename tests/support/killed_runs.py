@@ -6,7 +6,6 @@ A timer of the process kills it a random time after the call of a method, at any
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import random
@@ -19,6 +18,7 @@ from typing import Any
 
 from support.cli import SmallSetup, block, cosine_after
 from support.processes import run
+from support.rank_faults import before_call
 from support.tasks import ADAPTERS, DISTILLATION, FULL, FULL_PAIRS, KINDS, Recipe
 from support.trajectories import SCHEDULE, TOKENS, VALIDATION, run_differences
 
@@ -146,28 +146,7 @@ def arm() -> None:
         else:
             signal.raise_signal(signal.SIGTERM)
 
-    before_call(moment.owner, moment.method, end, number=number, where=moment.where)
-
-
-def before_call(
-    owner: type,
-    name: str,
-    act: Callable[[], object],
-    *,
-    number: int,
-    where: Callable[..., bool] = lambda *_, **__: True,
-) -> None:
-    """Run a function before call `number` of a method, counted from 1, of the calls for whose
-    arguments `where` is true.
-    """
-    whole, calls = getattr(owner, name), itertools.count(1)
-
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        if where(*arguments, **named) and next(calls) == number:
-            act()
-        return whole(*arguments, **named)
-
-    setattr(owner, name, wrapped)
+    before_call(moment.owner, moment.method, end, numbers=[number], where=moment.where)
 
 
 def _start(setup: SmallSetup, recipe: str, keys: Sequence[str]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -19,44 +19,56 @@ OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.
 
 
 def more_than_two_pairs_in_the_reference_on_rank_one() -> None:
-    """Let rank 1 run out of memory in the reference with over two pairs, from the fifth call."""
-    _fail_on_rank_one(Trainer, "reference_logits", from_call=5, where=are_more_than_two_pairs)
+    """Let rank 1 run out of memory in the second call of the reference with over two pairs."""
+    _fail_on_rank_one(Trainer, "reference_logits", numbers=[2], where=_are_more_than_two_pairs)
 
 
 def trials_of_more_than_two_pairs_in_the_reference_on_rank_one() -> None:
-    """Let rank 1 run out of memory in the reference with more than two pairs, in a search too."""
-    _fail_on_rank_one(Trainer, "reference_logits", from_call=1, where=are_more_than_two_pairs)
+    """Let rank 1 run out of memory in each call of the reference with over two pairs."""
+    each = range(1, 1000)
+    _fail_on_rank_one(Trainer, "reference_logits", numbers=each, where=_are_more_than_two_pairs)
 
 
-def are_more_than_two_pairs(tokens: torch.Tensor) -> bool:
+def _are_more_than_two_pairs(trainer: Trainer, tokens: torch.Tensor, **_: Any) -> bool:
     return len(tokens) > 4
 
 
 def clipping_on_rank_one() -> None:
     """Let rank 1 run out of memory as it clips the gradients of its fifth step."""
-    _fail_on_rank_one(RecipeStep, "clip", from_call=5)
+    _fail_on_rank_one(RecipeStep, "clip", numbers=[5])
 
 
 def a_bug_on_rank_one() -> None:
     """Let rank 1 raise a KeyError in its third forward."""
-    _fail_on_rank_one(Trainer, "logits", from_call=3, error=KeyError("no such layer"))
+    _fail_on_rank_one(Trainer, "logits", numbers=[3], error=KeyError("no such layer"))
 
 
 def _fail_on_rank_one(
-    owner: type,
-    name: str,
-    *,
-    from_call: int,
-    where: Callable[..., bool] = lambda *_, **__: True,
-    error: Exception = OUT_OF_MEMORY,
+    owner: type, name: str, *, error: Exception = OUT_OF_MEMORY, **when: Any
 ) -> None:
-    """Raise an error in a method from call `from_call` on, if `where` of its arguments is true."""
-    whole, calls = getattr(owner, name), itertools.count(1)
-
-    def failing(self: Any, *arguments: Any, **named: Any) -> Any:
-        if next(calls) >= from_call and where(*arguments, **named):
-            raise copy.copy(error)
-        return whole(self, *arguments, **named)
+    def fail() -> None:
+        raise copy.copy(error)
 
     if os.environ["RANK"] == "1":
-        setattr(owner, name, failing)
+        before_call(owner, name, fail, **when)
+
+
+def before_call(
+    owner: type,
+    name: str,
+    act: Callable[[], object],
+    *,
+    numbers: Container[int],
+    where: Callable[..., bool] = lambda *_, **__: True,
+) -> None:
+    """Run a function before some calls of a method. Calls are counted from 1, if `where` of their
+    arguments is true.
+    """
+    whole, calls = getattr(owner, name), itertools.count(1)
+
+    def wrapped(*arguments: Any, **named: Any) -> Any:
+        if where(*arguments, **named) and next(calls) in numbers:
+            act()
+        return whole(*arguments, **named)
+
+    setattr(owner, name, wrapped)

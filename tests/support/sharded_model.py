@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from adaptive_batch.data import MicroBatchLimit
 from adaptive_batch.distributed import Sharding
-from adaptive_batch.training import RecipeStep
+from adaptive_batch.training import Part, RecipeStep
 
 VOCABULARY, WIDTH, LAYERS = 53, 16, 2
 Row = dict[str, Any]
@@ -158,6 +158,49 @@ def runner_of(
     options.setdefault("sharding", Sharding(model, syncs_every_micro_batch=syncs_every_micro_batch))
     options.setdefault("dummy_row", lambda: {"row": -1, "tokens": [1, 2, 3], "labels": [1, 2, 3]})
     return build_runner(model, limit, **options)
+
+
+class RunsOutOnRankOne:
+    """A function of a part that runs out of memory between two layers on rank 1.
+
+    Args:
+        function: function of a part.
+        model: model that it runs.
+        phase: phase of the OOM, ``forward`` or ``backward``.
+        most_rows: maximum rows that fit.
+        trials_fit: whether trials and checks of a split do not run out of memory.
+
+    Attributes:
+        rows: rows of each part, without those of trials.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Part], Any],
+        model: Decoder,
+        *,
+        phase: str = "forward",
+        most_rows: int = 10**9,
+        trials_fit: bool = False,
+    ) -> None:
+        self.function, self.model, self.phase = function, model, phase
+        self.most_rows, self.trials_fit = most_rows, trials_fit
+        self.rows: list[int] = []
+
+    def __call__(self, part: Part) -> Any:
+        if not part.is_trial:
+            self.rows.append(part.num_rows)
+        fits = part.num_rows <= self.most_rows or (part.is_trial and self.trials_fit)
+        if not fits and dist.get_rank() == 1:
+            self.model.burden = {self.phase: run_out_of_memory}
+        try:
+            return self.function(part)
+        finally:
+            self.model.burden = {}
+
+
+def run_out_of_memory() -> None:
+    torch.empty(2**50, dtype=torch.uint8)
 
 
 def make_rows(

@@ -8,7 +8,6 @@ A run that is split, or continues on another number of ranks, must be equal to r
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import random
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from support.cli import OURS, SmallSetup, block, cosine_after, make_setup, same_weights, weights
-from support.loops import ROWS, RunsOut, collate_features, training
+from support.loops import ROWS, RunsOut, training
 from support.processes import run
 from support.same_state import seed_all
 from support.sharded_model import Decoder, collate
@@ -289,7 +288,8 @@ def _train_loop(program: Program, options: dict[str, Any]) -> dict[str, torch.Te
 
 def _train_with_trainer(program: Program, options: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Train with AdaptiveTrainer and its checkpoints."""
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+    from support.trainers import limited, llama, trainer_of
+    from transformers import TrainerCallback
     from transformers.trainer_utils import get_last_checkpoint
 
     from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer
@@ -301,42 +301,22 @@ def _train_with_trainer(program: Program, options: dict[str, Any]) -> dict[str, 
                 parts = trainer.adaptive_step.num_micro_batches
                 program.note(state.global_step, parts=parts, **figures)
 
-    shape = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-    heads = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
     seed_all()
-    dropout = 0.1 * program.draws
-    model = LlamaForCausalLM(LlamaConfig(**shape, **heads, attention_dropout=dropout)).double()
-    forward = model.forward
-
-    @functools.wraps(forward)
-    def limited(*arguments, **keywords):
-        if len(keywords["input_ids"]) > program.rows_fit:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return forward(*arguments, **keywords)
-
-    model.forward = limited
-    arguments = TrainingArguments(
-        str(program.folder),
-        per_device_train_batch_size=BATCH_SIZE,
-        num_train_epochs=EPOCHS,
-        learning_rate=0.01,
-        logging_steps=1,
-        save_steps=SAVES_EVERY,
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-    )
+    model = limited(llama(0.1 * program.draws).double(), program.rows_fit, modes=[True])
     if options:
         options["lr_scaling"] = "sqrt"
-    adaptive = AdaptiveArguments(micro_batch_size=program.micro_batch_size, **options)
-    trainer = AdaptiveTrainer(
+    trainer = trainer_of(
+        AdaptiveTrainer,
+        program.folder,
         model,
-        arguments,
-        train_dataset=[{"input_ids": row["tokens"]} for row in ROWS],
-        data_collator=collate_features,
-        callbacks=[Noting()],
-        adaptive=adaptive,
+        data=[{"input_ids": row["tokens"]} for row in ROWS],
+        adaptive=AdaptiveArguments(micro_batch_size=program.micro_batch_size, **options),
+        per_device_train_batch_size=BATCH_SIZE,
+        num_train_epochs=EPOCHS,
+        save_strategy="steps",
+        save_steps=SAVES_EVERY,
     )
+    trainer.add_callback(Noting())
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(program.folder)))
     return dict(model.state_dict())
 

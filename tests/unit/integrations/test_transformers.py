@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter, defaultdict, namedtuple
+from collections import Counter, defaultdict
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
 from support.loops import collate_features as collate
+from support.trainers import NUM_ROWS, limited, llama, rows, trained, trainer_of
 from torch import nn
 from torchmetrics import SumMetric
 from transformers import (
     DataCollatorWithFlattening,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedConfig,
     Trainer,
-    TrainingArguments,
     default_data_collator,
     get_linear_schedule_with_warmup,
 )
@@ -26,27 +24,6 @@ from transformers import (
 from adaptive_batch import AdaptiveBatches, Sampling, SettingError, StepOptions, geometric
 from adaptive_batch.errors import DoesNotFitError
 from adaptive_batch.integrations.transformers import AdaptiveArguments, AdaptiveTrainer, adopt
-
-NUM_ROWS = 24
-# Bytes whose allocation is an out-of-memory error on every machine.
-TOO_MUCH = 2**50
-
-
-def rows():
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(4, 17, (NUM_ROWS,), generator=generator).tolist()
-    return [
-        {"input_ids": torch.randint(3, 64, (length,), generator=generator).tolist()}
-        for length in lengths
-    ]
-
-
-def llama(dropout=0.0):
-    torch.manual_seed(0)
-    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    sizes = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32}
-    shape = {**sizes, **dict.fromkeys(counts, 2), "max_position_embeddings": 32}
-    return LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=dropout))
 
 
 class MeanOfRows(nn.Module):
@@ -59,42 +36,6 @@ class MeanOfRows(nn.Module):
 
     def forward(self, x, y):
         return {"loss": (self.linear(x).squeeze(1) - y).square().mean()}
-
-
-def trainer_of(kind, folder, model=None, data=None, collator=collate, **arguments):
-    """Return a trainer on the CPU that evaluates its training rows."""
-    adaptive = arguments.pop("adaptive", None)
-    defaults = {
-        "per_device_train_batch_size": 6,
-        "per_device_eval_batch_size": 8,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "seed": 3,
-    }
-    return kind(
-        model or llama(),
-        TrainingArguments(str(folder), **defaults | arguments),
-        train_dataset=data or rows(),
-        eval_dataset=data or rows(),
-        data_collator=collator,
-        **({} if adaptive is None else {"adaptive": adaptive}),
-    )
-
-
-Run = namedtuple("Run", "trainer losses weights")
-
-
-def trained(kind, folder, model=None, *, resume=None, **given):
-    trainer = trainer_of(kind, folder, model, **given)
-    trainer.train(resume_from_checkpoint=resume)
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    weights = torch.cat([p.detach().reshape(-1) for p in trainer.model.parameters()])
-    return Run(trainer, losses, weights)
 
 
 def assert_trains_alike(run, plain, rel=None):
@@ -112,25 +53,8 @@ def in_parts(kind):
     return type(f"{kind.__name__}InParts", (kind, AdaptiveTrainer), {})
 
 
-def limited(model, num_rows, *, in_training=False):
-    """Make a model run out of memory above `num_rows` rows, in training or in evaluation."""
-    forward = model.forward
-    model.num_evaluations = 0
-
-    @functools.wraps(forward)
-    def limited_forward(*arguments, **keywords):
-        model.num_evaluations += not model.training
-        batch_size = len(next(value for value in keywords.values() if torch.is_tensor(value)))
-        if num_rows and model.training == in_training and batch_size > num_rows:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return forward(*arguments, **keywords)
-
-    model.forward = limited_forward
-    return model
-
-
 def fails_above(num_rows):
-    return limited(llama(), num_rows, in_training=True)
+    return limited(llama(), num_rows, modes=[True])
 
 
 @pytest.mark.parametrize(
@@ -427,7 +351,7 @@ class NotesTheMode(Trainer):
 
 
 def test_each_batch_is_prepared_once_and_in_training_mode(tmp_path):
-    model, given = limited(llama().eval(), 2, in_training=True), {"num_train_epochs": 1}
+    model, given = limited(llama().eval(), 2, modes=[True]), {"num_train_epochs": 1}
     run = trained(in_parts(NotesTheMode), tmp_path, model, **given)
     assert run.trainer.adaptive_step.num_micro_batches > 1
     assert run.trainer.modes == [True] * 4
