@@ -199,7 +199,7 @@ class RowsOfBatch(BatchSource):
             if is_table(value) and value.shape[0] == num_rows:
                 self._tables[name] = value
             # Do not decide for None or an empty list: the next batch may have a value for each row.
-            if _is_unusual(value):
+            if is_unusual(value):
                 self.is_divided[name] = None
             elif _length(value) and name not in self.is_divided:
                 self.is_divided[name] = self._decide(value)
@@ -383,7 +383,7 @@ def _length(value: Any) -> int | None:
     return None
 
 
-def _is_unusual(value: Any) -> bool:
+def is_unusual(value: Any) -> bool:
     """Return whether a value is a tensor or a named tuple whose rows cannot be indexed, such as a
     packed sequence.
     """

@@ -24,6 +24,7 @@ from adaptive_batch.data import (
 )
 from adaptive_batch.distributed import reshard
 from adaptive_batch.errors import SettingError
+from adaptive_batch.memory import RandomState
 from adaptive_batch.probe import ProbeResult
 
 from .adaptive_step import PartStep
@@ -31,7 +32,7 @@ from .bound_search import LongestRows, ProbeOptions, SearchScope, TriedStep
 from .model_checks import check_gradients_are_clear
 from .options import StepOptions, Terms
 from .packing import isolated_rows, pack_rows, packed_lengths, why_not_packed
-from .parts import BatchSource, Part, RowsOfBatch, arrays_in
+from .parts import BatchSource, Part, RowsOfBatch, arrays_in, is_unusual
 from .step import RankReport
 from .step_result import StepResult
 
@@ -75,7 +76,8 @@ class RowsOfStep(BatchSource):
 
     def part(self, rows: Sequence[int], /) -> Batch:
         batch = self._step.make_batch(list(map(self._rows.__getitem__, rows)))
-        self._shapes.add(tuple(array.shape[1:] for array in arrays_in(batch)))
+        shapes = [array.shape[1:] for array in arrays_in(batch) if not is_unusual(array)]
+        self._shapes.add(tuple(shapes))
         return batch
 
     def dummy(self) -> Batch:
@@ -85,15 +87,24 @@ class RowsOfStep(BatchSource):
         if not self._step.sizer.layout.pads or not self._rows:
             return self
         all_rows = range(self.num_rows)
+        random_state = RandomState(self._step.memory.device)
         batch = self.part(all_rows)
         try:
             collated = RowsOfBatch(batch)
         except SettingError:
             return self
-        if collated.num_rows != self.num_rows or None in collated.is_divided.values():
+        is_divisible = None not in collated.is_divided.values()
+        is_divisible &= not any(map(is_unusual, arrays_in(batch)))
+        if collated.num_rows != self.num_rows or not is_divisible:
             return self
-        if _are_equal(batch, self.part(all_rows)):
+        reversed_batch = self.part(all_rows[::-1])
+        # Numbers that are drawn need not change this batch: they may mask a part now and then.
+        draws = bool(random_state.changed())
+        if not draws and _are_reversed(collated, RowsOfBatch(reversed_batch)):
             return CollatedRows(batch, self.part)
+        if not draws and _are_equal(batch, self.part(all_rows)):
+            # `collate` sorts rows, or joins them in one tensor, so rows of the batch cannot be taken.
+            return self
         # Each call of `collate` draws other random numbers, such as masks, so divide one batch.
         if not collated.cuts and len(set(self.lengths)) > 1:
             self._step.check.warn(
@@ -117,6 +128,8 @@ class CollatedRows(RowsOfBatch):
         self._collate_part = collate_part
 
     def part(self, rows: Sequence[int], /) -> Batch:
+        if len(rows) == self.num_rows:
+            return super().part(rows)
         return self._collate_part(rows)
 
     @property
@@ -455,7 +468,29 @@ def _can_be_packed(row: Row) -> bool:
     return has_keys and ("tokens" in row or "input_ids" in row)
 
 
+def _are_reversed(batch: RowsOfBatch, other: RowsOfBatch) -> bool:
+    """Return whether a batch has the rows of another one in reverse order."""
+    if batch.num_rows != other.num_rows or batch.is_divided != other.is_divided:
+        return False
+    rows = range(batch.num_rows)
+    batch, other = batch.uncut(), other.uncut()
+    return all(
+        _are_equal(batch.part([row]), other.part([other_row]))
+        for row, other_row in zip(rows, reversed(rows), strict=True)
+    )
+
+
 def _are_equal(batch: Batch, other: Batch) -> bool:
-    """Return whether two batches have the same tensors and arrays."""
-    pairs = zip(arrays_in(batch), arrays_in(other), strict=True)
-    return all(torch.equal(*map(torch.as_tensor, pair)) for pair in pairs)
+    """Return whether two batches have the same tensors and arrays. NaN is equal to itself."""
+    arrays, others = list(arrays_in(batch)), list(arrays_in(other))
+    if [array.shape for array in arrays] != [array.shape for array in others]:
+        return False
+    return all(map(_is_equal, arrays, others))
+
+
+def _is_equal(array: Any, other: Any) -> bool:
+    if not isinstance(array, torch.Tensor):
+        # NumPy has arrays of text too.
+        return bool(array.tobytes() == other.tobytes())
+    are_nan = (array != array) & (other != other)
+    return bool(((array == other) | are_nan).all())

@@ -178,7 +178,9 @@ class SplitCheck:
                 except Exception as error:
                     if not is_out_of_memory(error):
                         raise
-            candidates = _Candidates(batch, pieces, self._step.labels, number=self._num_splits)
+            # Collating each row by itself may take long.
+            divided = batch.uncut() if rows.collates_parts else batch
+            candidates = _Candidates(divided, pieces, self._step.labels, number=self._num_splits)
             for parts in self._choose_parts(candidates):
                 sample = Sample(batch, parts, rows.dummy)
                 self._check_sample(sample, can_keep_columns=not rows.collates_parts)
@@ -290,7 +292,7 @@ class SplitCheck:
                 if not can_keep_columns:
                     remedy = (
                         "the model sees padding, of which a part has less; mask it, or pad all rows"
-                        " to one length"
+                        " to one length; or collate mixes values of several rows"
                     )
                     raise self._refusal(sample, difference_if_cut, noise, remedy)
                 self.keeps_columns = True
@@ -482,8 +484,13 @@ class _Candidates:
         self._rows_per_part = 2 if has_room and num_rows >= 4 else 1
         # Sorting is stable, so this order decides among rows of equal values.
         order = random.Random(number).sample(range(num_rows), num_rows)[:_CANDIDATES]
-        # Labels of each row without and with its first one.
-        self._counts = {row: labels.candidates(batch.part([row]), 1) for row in order}
+        # Labels of each row without and with its first one, and the sums of its tensors.
+        self._counts: dict[int, tuple[float, float]] = {}
+        self._sums: dict[int, list[float]] = {}
+        for row in order:
+            part = batch.part([row])
+            self._counts[row] = labels.candidates(part, 1)
+            self._sums[row] = _sums(part)
 
     def by_first_labels(self) -> Iterator[Parts]:
         """Yield the parts whose shares differ most with and without first labels; none if no
@@ -512,7 +519,7 @@ class _Candidates:
         values: dict[int, list[float]] = {}
         for row, (without, including) in self._counts.items():
             num_labels = including if counts_first else without
-            values[row] = [num_labels, *_values(self._batch.part([row]))]
+            values[row] = [num_labels, *self._sums[row]]
         yield self._extremes(values)
         if distributed.maximum(self._batch.num_rows) <= 2:
             return
@@ -543,7 +550,7 @@ class _Candidates:
         return sorted(lowest), sorted(others[-self._rows_per_part :])
 
 
-def _values(row: Any) -> list[float]:
+def _sums(row: Any) -> list[float]:
     """Return the sum of each tensor of a row: first tensors, then single numbers, and of both the
     floating-point ones first.
     """

@@ -361,6 +361,78 @@ def test_classes_of_rows_whose_mean_contains_padding_are_refused_or_named(draws,
             train(one)
 
 
+def by_length(rows: list[Any]) -> Any:
+    return collate(sorted(rows, key=lambda row: -len(row["tokens"])))
+
+
+def with_values_of_all_rows(rows: list[Any]) -> Any:
+    tiles = [torch.tensor(row["tokens"]) for row in rows]
+    return {**collate(rows), "tiles": torch.cat(tiles), "sizes": torch.tensor([*map(len, tiles)])}
+
+
+def with_columns_of_rows(rows: list[Any]) -> Any:
+    tokens = torch.tensor([(row["tokens"] * 4)[:12] for row in rows])
+    return {"tokens": tokens.T, "labels": tokens.T}
+
+
+def with_texts_and_nan(rows: list[Any]) -> Any:
+    texts = [str(row["row"]) for row in rows]
+    scores = torch.full((len(rows),), torch.nan)
+    return {**collate(rows), "arrays": np.array(texts), "texts": texts, "scores": scores}
+
+
+def with_nested(rows: list[Any]) -> Any:
+    lengths = [torch.ones(len(row["tokens"])) for row in rows]
+    return {**collate(rows), "nested": torch.nested.nested_tensor(lengths)}
+
+
+def with_rare_masks(rows: list[Any]) -> Any:
+    batch = collate(rows)
+    return {**batch, "tokens": batch["tokens"] * (random.random() > 0.1)}
+
+
+def with_random_lists(rows: list[Any]) -> Any:
+    return {**collate(rows), "items": [torch.ones(2)] * int(np.random.randint(4))}
+
+
+@pytest.mark.parametrize(
+    ("collate_rows", "most_calls"),
+    [
+        (by_length, 60),
+        (with_values_of_all_rows, 60),
+        (with_columns_of_rows, 60),
+        (with_nested, 60),
+        (with_texts_and_nan, 30),
+        (with_rare_masks, 10),
+        (with_random_lists, 10),
+    ],
+)
+def test_the_check_of_a_split_supports_batches_of_any_collate(collate_rows, most_calls, caplog):
+    model = Decoder()
+    numbers: list[int] = []
+
+    def counting(rows: list[Any]) -> Any:
+        numbers.append(len(rows))
+        return collate_rows(rows)
+
+    def mean_loss(batch: Any) -> torch.Tensor:
+        if collate_rows is with_columns_of_rows:
+            batch = {name: table.T for name, table in batch.items()}
+        assert "tiles" not in batch or len(batch["tiles"]) == batch["sizes"].sum()
+        return token_losses(model, batch, "mean")
+
+    def num_labels(batch: Any) -> int:
+        labels = batch["labels"]
+        labels = labels.T if collate_rows is with_columns_of_rows else labels
+        return int((labels[:, 1:] != IGNORED).sum())
+
+    options = {"batch_size": 12, "micro_batch_size": 3, "num_labels": num_labels}
+    loop = training(model=model, collate=counting, mean_loss=mean_loss, **options).loop
+    assert loop.run(next(iter(loop))).micro_batches == 4
+    assert len(numbers) <= most_calls
+    assert ("no check shows" in caplog.text) == (most_calls == 10)
+
+
 def test_the_check_of_a_split_restores_random_numbers_that_collate_draws(monkeypatch):
     """A resumed run checks other steps than an uninterrupted run."""
 
