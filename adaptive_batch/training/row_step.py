@@ -103,7 +103,7 @@ class RowsOfStep(BatchSource):
         if not draws and _are_reversed(collated, RowsOfBatch(reversed_batch)):
             return CollatedRows(batch, self.part)
         if not draws and _are_equal(batch, self.part(all_rows)):
-            # `collate` sorts rows, or joins them in one tensor, so rows of the batch cannot be taken.
+            # `collate` sorts rows or joins them in one tensor, so the batch cannot be divided.
             return self
         # Each call of `collate` draws other random numbers, such as masks, so divide one batch.
         if not collated.cuts and len(set(self.lengths)) > 1:
