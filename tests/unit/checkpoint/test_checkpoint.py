@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import pickle
 import re
@@ -205,7 +204,8 @@ def test_the_error_names_an_unsupported_tensor(tmp_path, tensor):
 
 def test_saving_a_tensor_that_cannot_be_loaded_is_refused(tmp_path):
     save(tmp_path, 1)
-    with pytest.raises(CheckpointError, match=r"could not be read again: torch.load\(weights_only"):
+    says = r"failed \(the state could not be read again: torch.load\(weights_only"
+    with pytest.raises(CheckpointError, match=says):
         CheckpointManager(tmp_path).save(2, {"w": TwoTensor(torch.ones(2), torch.ones(2))}, None)
     assert newest_complete(checkpoints_in(tmp_path))[0].step == 1
     assert hidden(tmp_path) == []
@@ -293,7 +293,8 @@ def test_a_users_folder_is_neither_loaded_nor_changed(tmp_path, keep_last):
     (tmp_path / "step_9").write_text("a file")
     save(tmp_path, 1, 2, keep_last=keep_last)
     with pytest.raises(
-        CheckpointError, match=r"step_7 exists and is not ours .* directory\)\): earlier saves are"
+        CheckpointError,
+        match=r"failed \(/\S+7 exists and is not ours .* directory\)\): earlier saves",
     ):
         save(tmp_path, 7)
     with pytest.raises(CheckpointError, match="step_9 exists and is not ours"):
@@ -319,20 +320,13 @@ def test_a_model_with_fewer_or_more_tensors_than_were_saved_is_refused(tmp_path)
         point.load_into({"model": {**values(2), "more": weight}})
 
 
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (KeyError("w"), "(KeyError: 'w'): earlier"),
-        (CheckpointError("rank 1: w"), "(rank 1: w): earlier"),
-        (OSError(errno.EIO, "bad"), "([Errno 5] bad): earlier"),
-    ],
-)
-def test_a_failed_save_names_its_error(tmp_path, error, said):
+def test_a_failed_save_names_the_type_of_another_error(tmp_path):
+    says = r"step_1 failed \(KeyError: 'w'\): earlier saves are unchanged"
     with (
-        pytest.raises(CheckpointError, match=re.escape(said)),
+        pytest.raises(CheckpointError, match=says),
         saving(tmp_path / "step_1", tmp_path / ".saving"),
     ):
-        raise error
+        raise KeyError("w")
 
 
 class Evil:

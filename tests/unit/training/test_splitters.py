@@ -189,28 +189,6 @@ def test_the_first_packed_batch_is_checked_even_after_other_batches(steps_before
         step(row_of([6, 5, 7, 4], position_ids=flat([6, 5, 7, 4])[2][None]))
 
 
-@given(lengths=LENGTHS, form=st.sampled_from(sorted(FORMS)), fails_at=st.integers(0, 9))
-@examples(40)
-def test_a_retried_step_equals_its_parts_bit_for_bit(lengths, form, fails_at):
-    model, batch, ran = Attends(), FORMS[form](lengths), []
-
-    def forward_backward(part):
-        if not part.is_trial:
-            ran.append(part)
-            if len(ran) == fails_at + 1 and part.num_rows > 1:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-        (model(part.batch) * part.share).backward()
-
-    AdaptiveStep(model, forward_backward, micro_batch_size=max(2, len(lengths) // 2))(batch)
-    found = [parameter.grad.clone() for parameter in model.parameters()]
-    model.zero_grad()
-    last_attempt = max(number for number, part in enumerate(ran) if part.is_first)
-    for part in ran[last_attempt:]:
-        (model(part.batch) * part.share).backward()
-    assert sum(part.num_rows for part in ran[last_attempt:]) == len(lengths)
-    assert all(map(torch.equal, found, [parameter.grad for parameter in model.parameters()]))
-
-
 def test_padding_that_looks_like_documents_does_not_hide_a_gradient(caplog):
     lengths = [4, 5, 6, 3, 3, 3]
     batch = row_of(lengths, position_ids=flat(lengths)[2][None])
