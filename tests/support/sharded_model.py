@@ -266,7 +266,7 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     for name, tensor in expected.items():
         largest, apart = float(tensor.abs().max()), float((found[name] - tensor).abs().max())
         errors.append(apart / largest if largest else apart)
-    return max(errors)
+    return max(errors, default=0.0)
 
 
 def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

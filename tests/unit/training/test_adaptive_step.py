@@ -46,23 +46,17 @@ def run_out_of_memory() -> None:
 class Script:
     """A `forward_backward` that records its parts and runs out of memory above `most_rows`."""
 
-    def __init__(
-        self, model: nn.Module, *, loss: Any = None, most_rows: int = 10**9, backward: bool = False
-    ) -> None:
+    def __init__(self, model: nn.Module, *, loss: Any = None, most_rows: int = 10**9) -> None:
         self.model, self.loss, self.most_rows = model, loss or mean_loss, most_rows
-        self.backward = backward
         self.trained: list[Part] = []
         self.trials: list[Part] = []
 
     def __call__(self, part: Part) -> torch.Tensor:
         (self.trials if part.is_trial else self.trained).append(part)
         loss = self.loss(self.model, part.batch) * part.share
-        is_too_large = part.num_rows > self.most_rows
-        if is_too_large and not self.backward:
+        if part.num_rows > self.most_rows:
             run_out_of_memory()
         loss.backward()
-        if is_too_large:
-            run_out_of_memory()
         return loss.detach()
 
     @property
@@ -571,7 +565,7 @@ def in_room_for(most_rows: int, function: Callable[[Part], Any]) -> Callable[[Pa
     def run(part: Part) -> Any:
         result = function(part)
         if part.num_rows > most_rows and not part.is_trial:
-            torch.empty(2**50, dtype=torch.uint8)
+            run_out_of_memory()
         return result
 
     return run

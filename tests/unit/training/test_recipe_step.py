@@ -7,8 +7,18 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.losses import taken_gradients
 from support.runners import build_runner, sizer_of
-from support.sharded_model import IGNORED, VOCABULARY, WIDTH, Decoder, Layer, collate, token_losses
+from support.sharded_model import (
+    IGNORED,
+    VOCABULARY,
+    WIDTH,
+    Decoder,
+    Layer,
+    collate,
+    relative_error,
+    token_losses,
+)
 from torch import nn
 
 from adaptive_batch.data import MicroBatchLayout, MicroBatchLimit, split_by_rows
@@ -54,16 +64,7 @@ def rows(draw):
 def gradients(batch, capacity, **settings):
     net = model()
     result = runner(net, capacity, **settings).run(batch)
-    return result, [parameter.grad for parameter in net.parameters()]
-
-
-def relative_error(found, expected):
-    assert [gradient is None for gradient in found] == [gradient is None for gradient in expected]
-    pairs = [(one, other) for one, other in zip(found, expected, strict=True) if one is not None]
-    if not pairs:
-        return 0.0
-    difference = max(float((one - other).abs().max()) for one, other in pairs)
-    return difference / max(float(other.abs().max()) for _, other in pairs)
+    return result, taken_gradients(net)
 
 
 CAPACITIES = st.one_of(
@@ -100,9 +101,10 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
     for one, count in zip(batch, counts, strict=True):
         if count:
             (token_losses(net, collate([one])) * count / sum(counts)).backward()
+    expected = taken_gradients(net)
     result, found = gradients(batch, capacity)
     assert int(result.num_labels) == sum(counts)
-    assert relative_error(found, [parameter.grad for parameter in net.parameters()]) <= 1e-7
+    assert relative_error(found, expected) <= 1e-7
 
 
 @pytest.mark.parametrize(
@@ -111,12 +113,13 @@ def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
 def test_gradients_are_clipped_and_their_norm_before_clipping_is_returned(capacity):
     batch = [row(length, seed=length) for length in (4, 9, 6, 3)]
     unclipped, expected = gradients(batch, capacity)
-    norm = torch.stack([gradient.norm() for gradient in expected]).norm()
+    norm = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     assert unclipped.grad_norm is None
     for limit in (float(norm) / 8, 2 * float(norm)):
         clipped, found = gradients(batch, capacity, max_grad_norm=limit)
         assert float(clipped.grad_norm) == pytest.approx(float(norm), rel=1e-12)
-        scaled = [gradient * min(1.0, limit / (norm + 1e-6)) for gradient in expected]
+        factor = min(1.0, limit / (norm + 1e-6))
+        scaled = {name: gradient * factor for name, gradient in expected.items()}
         assert relative_error(found, scaled) <= 1e-12
 
 
@@ -124,16 +127,14 @@ def test_micro_batches_without_labels_are_skipped():
     unlabelled, labelled = row(3, masked=3), row(3, masked=1)
     result, found = gradients([unlabelled, labelled], MicroBatchLimit(1))
     assert result.micro_batches == 1
-    assert all(torch.isfinite(gradient).all() for gradient in found)
+    assert all(torch.isfinite(gradient).all() for gradient in found.values())
     result, found = gradients([unlabelled], MicroBatchLimit(1))
-    assert (result.loss, result.micro_batches, found) == (0.0, 0, [None] * len(found))
+    assert (result.loss, result.micro_batches, found) == (0.0, 0, {})
 
 
 def squared_norm(gradients):
     """Return the squared norm of gradients of any type in float64."""
-    return sum(
-        float(gradient.double().square().sum()) for gradient in gradients if gradient is not None
-    )
+    return sum(float(gradient.double().square().sum()) for gradient in gradients.values())
 
 
 LIMITS = st.sampled_from([None, 1e-3, 1e3])
