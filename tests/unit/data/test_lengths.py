@@ -59,9 +59,10 @@ def measure(dataset, cache_dir=None, *, fingerprint="f"):
     return measure_rows(dataset, num_tokens, cache_file=cache_file, show_progress=False)[:, 0]
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def start_workers(monkeypatch):
-    """Return a function that sets how many processes measure all rows except the first."""
+    """Measure rows in this process; the returned function sets a number of workers instead."""
+    monkeypatch.setattr(lengths_module, "TIMED_SECONDS", float("inf"))
 
     def start(num_workers):
         monkeypatch.setattr(lengths_module, "TIMED_SECONDS", 0.0)
