@@ -27,7 +27,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import SGD, AdamW, Optimizer
 
 from adaptive_batch.errors import DoesNotFitError
-from adaptive_batch.memory import DeviceMemory, OptimizerInBackward, device_memory
+from adaptive_batch.memory import (
+    DeviceMemory,
+    OptimizerInBackward,
+    device_memory,
+    optimizer_state_tensors,
+)
 from adaptive_batch.probe import DryRun
 
 VOCABULARY, WIDTH, LENGTH = 128, 64, 24
@@ -179,6 +184,12 @@ class Training:
         if isinstance(self.optimizer, OptimizerInBackward):
             return list(self.optimizer.optimizers.values())
         return [self.optimizer]
+
+    def resident(self) -> Iterator[torch.Tensor]:
+        """Yield the tensors that training holds between its steps."""
+        yield from (*self.model.parameters(), *self.model.buffers())
+        yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+        yield from optimizer_state_tensors(self.optimizers)
 
     def forward_backward(self, rows: int) -> None:
         """Run forward and backward of random rows, drawn from each generator."""

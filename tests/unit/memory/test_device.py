@@ -23,7 +23,6 @@ from adaptive_batch.memory import (
     device_memory,
     expand_segments,
     is_out_of_memory,
-    optimizer_state_tensors,
     parse_size,
     segments_expand,
     storage_bytes,
@@ -156,15 +155,9 @@ def test_an_invalid_size_is_refused(value):
         parse_size(value, total_bytes=1000)
 
 
-def resident(training):
-    yield from (*training.model.parameters(), *training.model.buffers())
-    yield from (p.grad for p in training.model.parameters() if p.grad is not None)
-    yield from optimizer_state_tensors(training.optimizers)
-
-
 def peak_by_profiler(training, run):
     """Resident bytes plus the peak of the allocator's own reports."""
-    before = storage_bytes(resident(training))
+    before = storage_bytes(training.resident())
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -182,7 +175,7 @@ def test_counting_agrees_with_the_allocator(optimizer, dtype, checkpointing):
     training = Training(Case(optimizer, dtype=dtype, checkpointing=checkpointing, resumed=True))
     for run in (lambda: training.forward_backward(160), training.step):
         expected = peak_by_profiler(training, run)
-        assert counted(run, *resident(training)).peak_bytes == pytest.approx(expected, rel=1e-3)
+        assert counted(run, *training.resident()).peak_bytes == pytest.approx(expected, rel=1e-3)
 
 
 def counted(run, *held, budget_bytes=PLENTY):

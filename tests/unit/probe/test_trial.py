@@ -74,12 +74,6 @@ def test_the_comparison_detects_the_changes_of_a_step():
         assert changed <= set(differing)
 
 
-def resident(training):
-    yield from (*training.model.parameters(), *training.model.buffers())
-    yield from (p.grad for p in training.model.parameters() if p.grad is not None)
-    yield from optimizer_state_tensors(training.optimizers)
-
-
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
 @pytest.mark.parametrize("name", ["AdamW", "AdamW fused", "SGD momentum", "AdamW in backward"])
@@ -94,7 +88,7 @@ def test_the_peak_of_a_trial_is_that_of_training(name, checkpointing, micro_batc
     if in_backward:
         training.train(1)  # the first step of a fresh optimizer takes less
     for rows, tried in predicted.items():
-        with CountedMemory(CPU).measure(resident(training), budget_bytes=PLENTY) as usage:
+        with CountedMemory(CPU).measure(training.resident(), budget_bytes=PLENTY) as usage:
             for _ in range(1 if in_backward else micro_batches):
                 training.forward_backward(rows)
             if not in_backward:

@@ -110,11 +110,10 @@ def test_geometric_multiplies_to_the_nearest_row_and_always_grows(factor, every,
         assert added == 1 or abs(before + added - before * factor) <= 0.5
 
 
-@pytest.mark.parametrize("answer", [-1, 4.0, None, True, 10**12], ids=repr)
-def test_an_invalid_result_of_a_later_epoch_is_refused(answer):
+def test_an_invalid_result_of_a_later_epoch_is_refused():
     with pytest.raises(GrowthFunctionError, match=r"\(epoch=3, batch_size=16\) returned"):
         check_increments(
-            lambda epoch, batch_size: answer if epoch == 3 else 8,
+            lambda epoch, batch_size: -1 if epoch == 3 else 8,
             first_epoch=0,
             epochs=5,
             batch_size=16,
