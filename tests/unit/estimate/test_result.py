@@ -1,4 +1,4 @@
-"""Results of estimates: rows that fit, tables, files, and rank_changes changes."""
+"""Results of estimates: rows that fit, tables, files, and ranked changes."""
 
 from __future__ import annotations
 
