@@ -182,9 +182,10 @@ class TrialsInLog(logging.Handler):
         self._search = search
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.msg == "trial %d: %s":
-            _, outcome = record.getMessage().split(": ", 1)
-            self._search.trials.append((int(outcome.split()[0]), "did not fit" not in outcome))
+        # A trial is logged with its number, its rows and its outcome.
+        if str(record.msg).startswith("trial "):
+            _, rows, outcome = record.args
+            self._search.trials.append((int(rows.split()[0]), outcome == "fits"))
 
 
 def new_model(dropout: float) -> LlamaForCausalLM:
@@ -538,6 +539,8 @@ def measured(
     finally:
         log.removeHandler(handler)
         gc.collect()
+    if is_ours and (search.found, True) not in search.trials:
+        raise AssertionError(f"{search.found} rows were not tried: {search.trials}")
     # A part runs with the gradients of earlier parts in memory; a script's whole batch does not.
     runs_parts = method == COMPOSER or (is_ours and program != "script")
     plain = Search(stops_there=True)

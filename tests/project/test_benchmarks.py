@@ -1,10 +1,13 @@
 """Only the newest result of each benchmark is kept, and each command of a result exists."""
 
 import json
+import logging
 import re
 
 import pytest
 from support.paths import ROOT
+
+from adaptive_batch.probe import BinarySearch, Trial, run_search
 
 FOLDER = ROOT / "benchmarks"
 NEWEST = json.loads((FOLDER / "results" / "newest.json").read_text())
@@ -73,3 +76,17 @@ def test_a_short_form_does_not_replace_the_newest_figures(harness, tmp_path, mon
         assert entry["figures"] == {"places": 9 if places == 1 else places}
     (record,) = tmp_path.glob("kills-20*.json")
     assert json.loads(record.read_text())["places"] == 8
+
+
+def test_the_trials_of_a_search_are_counted_by_its_log(monkeypatch, caplog):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    import search_in_trainers
+
+    search = search_in_trainers.Search()
+    handler = search_in_trainers.TrialsInLog(search)
+    log = logging.getLogger("adaptive_batch")
+    log.addHandler(handler)
+    with caplog.at_level(logging.INFO, log.name):
+        result = run_search(lambda rows: Trial(rows, rows < 4), search=BinarySearch(maximum=8))
+    log.removeHandler(handler)
+    assert search.trials == [(trial.batch_size, trial.fits) for trial in result.trials] != []
