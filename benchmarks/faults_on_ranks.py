@@ -52,7 +52,8 @@ def measure(way: Way, *, every: int, lost_of_each_phase: int) -> dict[str, Any]:
     replayed, lost = chosen(survey(way), every=every, lost_of_each_phase=lost_of_each_phase)
     nested = once_more(replayed, after=AGAIN)[:: max(1, 4 - lost_of_each_phase)]
     first = [] if way.trials else at_first(replayed, lost_of_each_phase)
-    outcomes = list(sweep_on_ranks(way, [*replayed, *lost, *nested, *first]))
+    all_lost = [place for places in lost.values() for place in places]
+    outcomes = list(sweep_on_ranks(way, [*replayed, *all_lost, *nested, *first]))
     ends = [each.seconds for each in outcomes if each.ended == "lost" and each.seconds is not None]
     counts = Counter(outcome.ended for outcome in outcomes)
     by_phase = Counter(f"{phase}: {each.ended}" for each in outcomes for phase in set(each.phases))

@@ -11,7 +11,7 @@ from contextlib import closing
 
 import pytest
 import torch
-from support.runners import build_runner
+from support.sharded_model import Decoder, make_rows, runner_of, whole_gradients
 from support.training_cases import Case, Training, deterministic, traces
 from torch import nn
 
@@ -148,39 +148,20 @@ def run_out_of_memory_in_mid_run(memory):
     """For real: what this process may take is lowered between two steps. Returns the result and the
     gradients of each.
     """
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Embedding(1000, 256), nn.Linear(256, 8192), nn.GELU(), nn.Linear(8192, 1000)
-    ).to(CUDA)
-    rows = [
-        {"tokens": tokens, "labels": tokens}
-        for tokens in torch.randint(0, 1000, (64, 256)).tolist()
-    ]
+    model = Decoder(width=256, vocabulary=1000, dtype=torch.float32).to(CUDA)
+    rows = make_rows([256] * 64)
     changes: list[LimitChange] = []
-
-    def collate(rows):
-        return {key: torch.tensor([row[key] for row in rows]) for key in ("tokens", "labels")}
-
-    def to_device(batch):
-        batch.update({key: value.to(CUDA) for key, value in batch.items()})
-
-    def mean_loss(batch):
-        logits = model(batch["tokens"])[:, :-1]
-        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten())
-
-    runner = build_runner(
+    runner = runner_of(
         model,
         MicroBatchLimit(64),
-        collate=collate,
-        to_device=to_device,
-        mean_loss=mean_loss,
+        to_device=lambda batch: batch.update({key: part.to(CUDA) for key, part in batch.items()}),
         on_change=changes.append,
     )
 
     def step():
         model.zero_grad()
         result = runner.run(rows)
-        return result, [parameter.grad.clone() for parameter in model.parameters()]
+        return result, list(whole_gradients(model).values())
 
     torch.cuda.reset_peak_memory_stats(CUDA)
     whole, expected = step()

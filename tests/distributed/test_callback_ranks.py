@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from support.lightning_modules import TOO_MUCH, Module, rows, trainer_in
 from support.processes import run_on_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -21,7 +22,6 @@ from torch.utils.data import DataLoader
 from adaptive_batch import SettingError, distributed
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
-TOO_MUCH = 2**50
 STRATEGIES = {
     "ddp": DDPStrategy,
     "fsdp2": partial(ModelParallelStrategy, data_parallel_size=2, tensor_parallel_size=1),
@@ -29,42 +29,25 @@ STRATEGIES = {
 }
 
 
-class Module(lightning.LightningModule):
-    """Classifies rows; runs out of memory on rank 1 if too many rows run at once."""
+class Sharded(Module):
+    """A classifier that runs out of memory on rank 1, and that FSDP2 may shard."""
 
     def __init__(self, limit: int | None, *, is_sharded: bool) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 4))
-        self.limit = limit
+        super().__init__(limit=limit, rank=1)
         self.is_sharded = is_sharded
-        self.losses: list[float] = []
 
     def configure_model(self) -> None:
         if self.is_sharded:
             fully_shard(self.layers, mesh=self.device_mesh["data_parallel"])
 
-    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        inputs, targets = batch
-        if self.limit and distributed.rank() == 1 and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True, on_step=False)
-        return cross_entropy(self.layers(inputs), targets)
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(outputs["loss"].item())
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
 
 def trained(
     strategy: str, limit: int | None, callback: AdaptiveCallback | None, accumulates: int
 ) -> tuple[list[float], torch.Tensor]:
-    module = Module(limit, is_sharded=strategy != "ddp")
+    module = Sharded(limit, is_sharded=strategy != "ddp")
     trainer = fitted(module, strategy, callback, accumulates)
     # Rows of this rank in the last epoch, without those of failed attempts.
-    assert trainer.logged_metrics["rows"] == 16
+    assert trainer.logged_metrics["rows_epoch"] == 16
     weights = [
         getattr(parameter, "full_tensor", lambda own=parameter: own)().detach().reshape(-1)
         for parameter in module.parameters()
@@ -73,28 +56,19 @@ def trained(
 
 
 def fitted(
-    module: Module, strategy: str, callback: AdaptiveCallback | None, accumulates: int
+    module: Sharded, strategy: str, callback: AdaptiveCallback | None, accumulates: int
 ) -> lightning.Trainer:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(32, 8, generator=generator)
-    targets = torch.randint(0, 4, (32,), generator=generator)
     with tempfile.TemporaryDirectory() as folder:
-        trainer = lightning.Trainer(
+        trainer = trainer_in(
+            folder,
+            [callback] if callback else [],
             max_epochs=2,
-            accelerator="cpu",
             devices=2,
             strategy=STRATEGIES[strategy](),
             plugins=[TorchElasticEnvironment()],
             accumulate_grad_batches=accumulates,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            callbacks=[callback] if callback else [],
         )
-        rows = list(zip(inputs, targets, strict=True))
-        loader = DataLoader(rows, batch_size=4, shuffle=False)
+        loader = DataLoader(rows(32), batch_size=4, shuffle=False)
         trainer.fit(module, loader, loader if isinstance(module, Validates) else None)
     return trainer
 
@@ -135,7 +109,7 @@ def test_two_ranks_train_what_lightning_does_and_retry_together(strategy, accumu
         assert found["ranks, whole"] == found["ranks, parts"] == 0
 
 
-class Validates(Module):
+class Validates(Sharded):
     """Has different buffers on each rank; runs out of memory on rank 1 in validation."""
 
     def __init__(self, strategy: str, *, fails: bool) -> None:
@@ -178,4 +152,4 @@ def refusal() -> str:
 def test_ranks_that_share_rows_are_refused():
     # Lightning's default is one data-parallel group of all ranks.
     for message in run_on_ranks(refusal, 2):
-        assert "model='Module': several ranks need a DDP module" in message
+        assert "model='Sharded': several ranks need a DDP module" in message

@@ -81,18 +81,3 @@ def test_a_failure_of_one_rank_is_raised_on_all_and_ranks_are_together_afterward
             "as it is": [("OSError", "[Errno 28] full"), held[rank]],
             "afterwards": ["still together"] * 2,
         }
-
-
-def test_one_process_needs_no_group_and_sees_the_error_itself():
-    alone = Ranks()
-    assert (alone.rank, alone.count) == (0, 1)
-    result, error = object(), HoldsALambda()
-    for act in (
-        lambda call: alone.each(call)[0],
-        alone.first,
-        lambda call: distributed.from_each_rank(call)[0],
-    ):
-        assert act(lambda: result) is result
-        with pytest.raises(HoldsALambda) as caught:
-            act(lambda: failing(error))
-        assert caught.value is error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,14 @@ import pytest
 import torch
 from support.loops import train, training
 from support.processes import run_on_ranks
-from support.sharded_model import Decoder, divided, make_rows, relative_error, whole_parameters
+from support.sharded_model import (
+    Decoder,
+    divided,
+    make_rows,
+    relative_error,
+    run_out_of_memory,
+    whole_parameters,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -19,7 +27,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from adaptive_batch import distributed
 from adaptive_batch.errors import SettingError
 from adaptive_batch.schedules import at_epochs
-from adaptive_batch.training import AdaptiveLoop
 
 UNLABELLED = make_rows(
     [3 + (5 * number) % 13 for number in range(33)], unlabelled=[n for n in range(33) if n % 3]
@@ -163,41 +170,35 @@ def test_a_model_that_is_not_fully_sharded_is_refused(two_ranks):
         assert said.endswith("call fully_shard on the whole model too, after its parts")
 
 
-def on_one_rank() -> dict[str, Any]:
-    """Train a model that FSDP2 shards over a single rank and that runs out of memory."""
-    found = {}
-    for phase in ("forward", "backward"):
-        weights = []
-        for fails in (False, True):
-            model = Decoder()
-            for module in (*model.layers, model):
-                fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
-            one = training(model=model, micro_batch_size=2)
-            calls: list[int] = []
+def weights_after(phase: str, *, fails: bool) -> dict[str, torch.Tensor]:
+    """Train a model that FSDP2 shards over a single rank and that may run out of memory once."""
+    model = Decoder()
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+    one = training(model=model, micro_batch_size=2)
+    calls = itertools.count(1)
 
-            def runs_out(
-                loop: AdaptiveLoop = one.loop,
-                calls: list[int] = calls,
-                at: int = 3 if fails else -1,
-            ) -> None:
-                if loop.is_trial:
-                    return
-                calls.append(1)
-                if len(calls) == at:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    def runs_out() -> None:
+        if fails and not one.loop.is_trial and next(calls) == 3:
+            run_out_of_memory()
 
-            model.burden[phase] = runs_out
-            train(one, until=3)
-            assert one.loop.num_out_of_memory == fails
-            weights.append(whole_parameters(model))
-        found[phase] = relative_error(weights[1], weights[0])
-    return found
+    model.burden[phase] = runs_out
+    train(one, until=3)
+    assert one.loop.num_out_of_memory == fails
+    return whole_parameters(model)
+
+
+def on_one_rank() -> list[float]:
+    return [
+        relative_error(weights_after(phase, fails=True), weights_after(phase, fails=False))
+        for phase in ("forward", "backward")
+    ]
 
 
 @pytest.mark.slow
 def test_a_model_sharded_over_one_rank_continues_after_an_oom():
     (errors,) = run_on_ranks(on_one_rank, 1)
-    assert max(errors.values()) < 1e-12
+    assert max(errors) < 1e-12
 
 
 def test_a_model_that_is_replicated_and_sharded_trains(two_ranks):

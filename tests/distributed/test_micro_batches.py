@@ -19,6 +19,7 @@ from support.sharded_model import (
     divided,
     make_rows,
     relative_error,
+    run_out_of_memory,
     runner_of,
     whole_gradients,
     whole_parameters,
@@ -165,10 +166,6 @@ def errors_of(way: Way, deal: str) -> dict[str, Any]:
     return found
 
 
-def out_of_memory() -> None:
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-
 def fillers_that_do_not_fit() -> list[str]:
     """Return the errors of all ranks if the last rank, which has no rows, runs out of memory."""
     world_size, rank = distributed.world_size(), distributed.rank()
@@ -179,7 +176,7 @@ def fillers_that_do_not_fit() -> list[str]:
     evaluate = partial(run.evaluate, dealt[rank], loss=loss, sizer=sizer_of(MicroBatchLimit(2)))
     run.run(dealt[rank])
     evaluate()
-    model.burden = {"forward": out_of_memory} if rank == world_size - 1 else {}
+    model.burden = {"forward": run_out_of_memory} if rank == world_size - 1 else {}
     said = []
     for act in (lambda: run.run(dealt[rank]), evaluate):
         try:

@@ -31,12 +31,9 @@ def test_a_step_has_places_of_every_kind(seen):
 
 def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
     replayed, lost = chosen(seen, every=max(1, len(seen) // 10), lost_of_each_phase=1)
-    collective = next(
-        place
-        for place, (phase, _) in zip(lost, _lost_phases(seen), strict=True)
-        if phase == "collective"
+    outcomes = list(
+        sweep_on_ranks(NOISE, [*replayed, *lost["collective"], *once_more(replayed, after=[8])])
     )
-    outcomes = list(sweep_on_ranks(NOISE, [*replayed, collective, *once_more(replayed, after=[8])]))
     assert [
         outcome
         for outcome in outcomes
@@ -49,11 +46,6 @@ def test_a_step_is_retried_to_the_bit_or_all_ranks_end(seen):
     # A rank that nothing ends would hang more than twice as long.
     seconds = [outcome.seconds for outcome in outcomes if outcome.seconds is not None]
     assert max(seconds) < PATIENCE_SECONDS / 2
-
-
-def _lost_phases(seen):
-    phases = ("between", "collective", "counting", "clipping")
-    return [(phase, False) for phase in phases if (phase, False) in seen]
 
 
 def test_a_trial_in_which_one_rank_fails_does_not_fit_and_leaves_nothing():

@@ -25,19 +25,6 @@ from adaptive_batch.torchtune import AdapterModel, NextTokens
 POINTS = (*LORA, "epochs=1", "save_every_n_steps=3", "save_adapter_weights_only=True")
 
 
-SMALL_BLOCK = {
-    "vocab_size": 64,
-    "num_layers": 1,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-    "embed_dim": 32,
-    "intermediate_dim": 64,
-    "max_seq_len": 32,
-    "lora_rank": 2,
-    "lora_alpha": 4.0,
-}
-
-
 @pytest.fixture(scope="module")
 def begun(small):
     return small.run_in_process(ADAPTERS.ours, *POINTS)
@@ -107,7 +94,8 @@ def test_an_invalid_adapter_is_refused_before_weights_load(small, key, overrides
 
 def test_an_adapter_key_that_the_builder_ignores_is_refused(small):
     """All builders of torchtune 0.6.1 use these keys; a user's builder may ignore them."""
-    block = {**SMALL_BLOCK, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
+    shape = {**MODEL, "lora_rank": 2, "lora_alpha": 4.0}
+    block = {**shape, "lora_attn_modules": ["q_proj"], "apply_lora_to_mlp": False}
     with torch.device("meta"):
         model = lora_qwen2(**block)
     AdapterModel().check(model, OmegaConf.create({"model": block}))

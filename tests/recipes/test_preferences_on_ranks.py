@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.cli import Finished, losses, records
+from support.cli import Finished, records
 from support.tasks import FULL_PAIRS, PAIRS, Recipe
 
 from adaptive_batch.report import audit
@@ -54,6 +54,6 @@ def test_ranks_agree_on_the_limit_of_the_reference(small):
 def assert_same_metrics(one: Finished, other: Finished) -> None:
     """Assert that the losses and metrics of two runs are equal up to rounding."""
     for name in ("loss", "rewards/margins", "log_probs/chosen"):
-        logged = map(float, losses(other.output_dir, name=name))
+        logged = map(float, other.figures(name))
         expected = [pytest.approx(figure, rel=1e-3, abs=1e-5) for figure in logged]
-        assert list(map(float, losses(one.output_dir, name=name))) == expected != []
+        assert list(map(float, one.figures(name))) == expected != []

@@ -1,6 +1,5 @@
 """The Slurm script with fake srun and scontrol: it requeues only a run that was asked to end."""
 
-import json
 import os
 import signal
 import socket
@@ -11,6 +10,8 @@ from pathlib import Path
 
 import pytest
 from support.paths import ROOT, subprocess_environment
+
+from adaptive_batch.report import audit, read_records
 
 SCRIPT = ROOT / "examples" / "slurm.sh"
 STEPS = ("epochs=3", "max_steps_per_epoch=8", "batch_size=2", "save_every_n_steps=5")
@@ -55,11 +56,6 @@ def start(small, cluster, folder, *overrides):
     )
 
 
-def records_of(folder):
-    log = folder / "adaptive_batch" / "run.jsonl"
-    return [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-
-
 @pytest.mark.slow
 def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_a_finished_job_is_not(
     small, cluster, tmp_path
@@ -77,19 +73,19 @@ def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_a_finished_job_i
     job.send_signal(signal.SIGTERM)
     printed = job.communicate(timeout=300)[0]
     assert job.returncode != 0
-    assert records_of(folder)[-1]["kind"] == "preempted", printed[-3000:]
+    log = folder / "adaptive_batch" / "run.jsonl"
+    assert read_records(log)[-1]["kind"] == "preempted", printed[-3000:]
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
 
     job = start(small, cluster, folder)
     printed = job.communicate(timeout=300)[0]
     assert job.returncode == 0, printed[-3000:]
-    records = records_of(folder)
+    records = read_records(log)
     assert records[-1]["kind"] == "end"
     assert [record["resumed"] for record in records if record["kind"] == "start"] == [False, True]
     assert [r["step"] for r in records if r["kind"] == "step"] == list(range(1, 25))
     assert (tmp_path / "requeued").read_text() == "requeue 7\n"
-    audit = [sys.executable, "-m", "adaptive_batch", "audit", str(folder)]
-    subprocess.run(audit, check=True, env=cluster, capture_output=True)
+    assert audit(folder).holds
 
 
 def test_a_job_that_fails_is_not_requeued(small, cluster, tmp_path):

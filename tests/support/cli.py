@@ -170,10 +170,12 @@ class Finished:
 
     @property
     def losses(self) -> list[str]:
-        return losses(self.output_dir)
+        return self.figures("loss")
 
     def figures(self, name: str) -> list[str]:
-        return losses(self.output_dir, name=name)
+        """Return a figure of each step as text, from the log of this and of resumed runs."""
+        text = (self.output_dir / "logs" / LOG).read_text()
+        return re.findall(rf"(?:^|\s){name}:(\S+)", text)
 
     def weights(self, epoch: int) -> dict[str, torch.Tensor]:
         return weights(self.output_dir / f"epoch_{epoch}")
@@ -361,12 +363,6 @@ def fill(model: nn.Module) -> None:
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1 or name.endswith(".bias"):
                 parameter.normal_(0, 0.1, generator=generator)
-
-
-def losses(output_dir: Path, *, name: str = "loss") -> list[str]:
-    """Return a figure of each step as text, from the log of a run and of its resumed runs."""
-    text = (output_dir / "logs" / LOG).read_text()
-    return re.findall(rf"(?:^|\s){name}:(\S+)", text)
 
 
 def records(run: Finished | Path, *kinds: str) -> list[dict[str, Any]]:

@@ -487,9 +487,9 @@ def _outcomes(places: Sequence[Place], ended: Sequence[Ended], begin: float) -> 
 
 def chosen(
     seen: Sequence[tuple[str, bool]], *, every: int, lost_of_each_phase: int
-) -> tuple[list[Place], list[Place]]:
+) -> tuple[list[Place], dict[str, list[Place]]]:
     """Choose places of a survey: of the operations that can be replayed, one in `every`; of the
-    others, `lost_of_each_phase` in each phase.
+    others, `lost_of_each_phase` in each phase, by phase.
 
     In turn, the OOM is on rank 0, on rank 1, on both at the same operation, or at different ones.
     """
@@ -498,13 +498,14 @@ def chosen(
     for turn, n in enumerate(told):
         other = told[turn * 7 % len(told)]
         replayed.append(Place(((n, 0), (0, n), (n, n), (n, other))[turn % 4]))
-    lost = []
+    lost: dict[str, list[Place]] = {}
     for phase in PHASES:
         those = [n for n, (at, can) in enumerate(seen, 1) if at == phase and not can]
         count = min(lost_of_each_phase, len(those))
+        lost[phase] = []
         for turn in range(count):
             n = those[turn * (len(those) - 1) // max(1, count - 1)]
-            lost.append(Place(((n, 0), (0, n), (n, n))[turn % 3]))
+            lost[phase].append(Place(((n, 0), (0, n), (n, n))[turn % 3]))
     return replayed, lost
 
 

@@ -4,9 +4,9 @@ import re
 import shlex
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from support.paths import ROOT
+
 PAGES = [
     "README.md",
     *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),

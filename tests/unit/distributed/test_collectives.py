@@ -32,14 +32,17 @@ def test_one_rank_needs_no_process_group_and_gets_the_same_object_or_error():
     assert not dist.is_initialized()
     assert (distributed.world_size(), distributed.rank()) == (1, 0)
     assert distributed.is_rank_zero()
-    result = object()  # cannot be pickled
-    assert distributed.from_rank_zero(lambda: result) is result
     assert [f(-7) for f in (distributed.minimum, distributed.maximum)] == [-7, -7]
     assert [distributed.any_of_ranks(flag) for flag in (True, False)] == [True, False]
-    error = HoldsALambda()
-    with pytest.raises(HoldsALambda) as caught:
-        distributed.from_rank_zero(lambda: failing(error))
-    assert caught.value is error
+    result, error = object(), HoldsALambda()  # neither can be pickled
+    for call in (
+        distributed.from_rank_zero,
+        lambda compute: distributed.from_each_rank(compute)[0],
+    ):
+        assert call(lambda: result) is result
+        with pytest.raises(HoldsALambda) as caught:
+            call(lambda: failing(error))
+        assert caught.value is error
 
 
 class RankEnded(Exception):

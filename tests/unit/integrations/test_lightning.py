@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from support.lightning_modules import NUM_ROWS, Module, rows, trained, trainer_in
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -20,64 +21,8 @@ from adaptive_batch import DoesNotFitError, SettingError, StepOptions
 from adaptive_batch.errors import AdaptiveBatchError
 from adaptive_batch.integrations.lightning import AdaptiveArguments, AdaptiveCallback
 
-NUM_ROWS = 30
-TOO_MUCH = 2**50
 # Number of the batch whose gradients overflow.
 OVERFLOWS = 2
-
-
-class Module(lightning.LightningModule):
-    """A classifier that runs out of memory above `limit` rows."""
-
-    def __init__(self, *, dropout=0.0, limit=None):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(
-            nn.Linear(8, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 4)
-        )
-        self.limit = limit
-        self.losses = []
-        self.num_batches_logged = 0
-
-    def forward(self, inputs):
-        if self.limit and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
-        return self.layers(inputs)
-
-    def training_step(self, batch, batch_idx):
-        inputs, targets = batch
-        loss = cross_entropy(self(inputs), targets)
-        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(inputs))
-        self.log("rows", float(len(inputs)), reduce_fx="sum", on_epoch=True)
-        return loss
-
-    def on_train_batch_end(self, outputs, batch, batch_idx):
-        self.losses.append(outputs["loss"].item())
-
-    def configure_optimizers(self):
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def rows():
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(NUM_ROWS, 8, generator=generator)
-    targets = torch.randint(0, 4, (NUM_ROWS,), generator=generator)
-    return list(zip(inputs, targets, strict=True))
-
-
-def trainer_in(folder, callbacks, **arguments):
-    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-    device = {"accelerator": "cpu", "devices": 1}
-    arguments |= {**device, **dict.fromkeys(quiet, False), "default_root_dir": folder}
-    return lightning.Trainer(callbacks=list(callbacks), **arguments)
-
-
-def trained(module, folder, callbacks=(), **arguments):
-    torch.manual_seed(1)
-    trainer = trainer_in(folder, callbacks, max_epochs=2, **arguments)
-    trainer.fit(module, DataLoader(rows(), batch_size=8, shuffle=True))
-    weights = torch.cat([p.detach().reshape(-1) for p in module.parameters()])
-    return trainer, weights
 
 
 @pytest.mark.parametrize(
