@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -376,11 +377,7 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
         path = component_of(config.get(name))
         # Other releases of this package change no result of its rules.
         if path is not None and not path.startswith("adaptive_batch."):
-            loaded = load_function(path, key=name)
-            # Sign the module of the path, and the one that defines the object if the first only
-            # imports it.
-            files = described_with_files([path, f"{getattr(loaded, '__module__', '')}.{name}"])
-            conditions[f"{name}.file"] = f"{path}, {fingerprint(files)[:16]}"
+            conditions[f"{name}.file"] = described_rule(path, key=name)
     if settings.validates:
         conditions["batch_size_val"] = settings.validation_batch_size
     return conditions | {
@@ -391,6 +388,21 @@ def run_conditions(job: Job, data: Data, *, seed: int) -> dict[str, Any]:
         "dataset": _fingerprint_rows(job, data),
         "seed": seed,
     }
+
+
+def described_rule(path: str, *, key: str) -> str:
+    """Return the dotted path of a rule, and a fingerprint of the files of its module and of the
+    module that defines its function or class.
+    """
+    rule = load_function(path, key=key)
+    while isinstance(rule, partial):
+        rule = rule.func
+    named = [path]
+    defined_in = getattr(rule, "__module__", None) or ""
+    # The module may have a rule of this package, whose files count as unchanged.
+    if not defined_in.startswith("adaptive_batch."):
+        named.append(f"{defined_in}.{key}")
+    return f"{path}, {fingerprint(described_with_files(named))[:16]}"
 
 
 def _fingerprint_rows(job: Job, data: Data) -> str:
