@@ -366,8 +366,9 @@ class SplitCheck:
         return (
             f"a loss that compares {batch.noun}s, such as a contrastive one, or attention across"
             ' documents must stay whole: set on_out_of_memory="raise", without micro_batch_size'
-            f" and micro_batch_tokens; if {batch.noun}s without labels add to the loss, give"
-            f" {terms.num_labels}, a function that counts them;{terms.totals} if"
+            " and micro_batch_tokens; if the model attends to padding, mask it; if"
+            f" {batch.noun}s without labels add to the loss, give {terms.num_labels}, a function"
+            f" that counts them;{terms.totals} if"
             f" {batch.noun}s{treatment} are not those of the batch, {terms.split}"
         )
 

@@ -85,10 +85,18 @@ def contrastive(model, batch):
     return cross_entropy(4 * outputs @ outputs.T, torch.arange(len(outputs)))
 
 
+def of_batch_statistics(model, batch):
+    """A loss whose model normalizes over the batch outside of a BatchNorm."""
+    mean_and_variance = torch.zeros(3), torch.ones(3)
+    outputs = nn.functional.batch_norm(model(batch["x"]), *mean_and_variance, training=True)
+    return cross_entropy(outputs, batch["y"])
+
+
 @pytest.mark.parametrize(
     ("loss", "has_share", "says"),
     [
         (contrastive, True, r"differ by \d.*must stay whole.*give split="),
+        (of_batch_statistics, True, r"must stay whole.*attends to padding, mask it"),
         (summed, True, "is a sum over rows, not a mean: do not multiply it"),
         (mean, False, r"but 0\.25 and 0\.25 would fit;.* multiply a mean by"),
     ],
