@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -346,24 +347,35 @@ def function(name: str, value: Any) -> Any:
         remedy = (
             f"correct its arguments; to use the function without a call, write {name}: {component}"
         )
+        if _is_ours(build):
+            parameters = inspect.signature(build).parameters.values()
+            # Without their types.
+            names = [str(each.replace(annotation=each.empty)) for each in parameters]
+            remedy = f"its arguments are ({', '.join(names)})"
         with refusing(f"{name}._component_", component, remedy):
             loaded = build(**arguments)
     else:
         loaded = load_function(value, key=name)
         # The functions of this package build rules. A resumed run would not see that the arguments
         # of a rule changed if they were in another file.
-        if str(getattr(loaded, "__module__", "")).startswith("adaptive_batch.schedules"):
+        if _is_ours(loaded):
             remedy = "give a block with a _component_ of adaptive_batch.schedules and its arguments"
             raise SettingError(name, value, remedy)
     check_rule(name, loaded)
     return loaded
 
 
+def _is_ours(loaded: object) -> bool:
+    """Return whether this package defines a function, a class or the class of an object."""
+    return str(getattr(loaded, "__module__", "")).startswith("adaptive_batch.schedules")
+
+
 def load_function(path: object, *, key: str) -> Any:
     """Import the object of a dotted path.
 
     Raises:
-        SettingError: it cannot be imported; the message has torchtune's reason.
+        SettingError: it cannot be imported; the message has names near a missing one, or
+            torchtune's reason.
     """
     if not isinstance(path, str):
         remedy = "give the dotted path of a function, such as my_module.my_function"
@@ -375,4 +387,10 @@ def load_function(path: object, *, key: str) -> Any:
             f"it cannot be imported: {one_line(error)}; correct the name, or put the folder of its"
             " module on PYTHONPATH"
         )
+        # torchtune tries a name that a module lacks as a submodule, `missing`.
+        missing = str(getattr(error.__cause__, "name", ""))
+        module, _, name = missing.rpartition(".")
+        if module in sys.modules and f"{path}.".startswith(f"{missing}."):
+            names = [each for each in dir(sys.modules[module]) if not each.startswith("_")]
+            remedy = f"there is no {name} in {module}; {nearest(name, names)}"
         raise SettingError(key, path, REMOVED.get(path, remedy)) from error

@@ -66,11 +66,37 @@ def test_every_key_is_documented_and_every_default_is_valid():
 def test_functions_are_imported_by_path_or_built_from_a_block():
     assert load_function("os.path.join", key="k")("a", "b") == "a/b"
     assert load_function("collections.OrderedDict.fromkeys", key="k")
-    with pytest.raises(SettingError, match="correct the name"):
-        load_function("os.nothing", key="k")
     block = {"_component_": "adaptive_batch.schedules.at_epochs", "additions": {1: 8}}
     function = settings({"batch_increase_function": block}).batch_increase_function
     assert [function(epoch, 4) for epoch in range(3)] == [0, 8, 0]
+
+
+@pytest.mark.parametrize(
+    ("path", "problem"),
+    [
+        (
+            "adaptive_batch.schedules.geometrik",
+            "there is no geometrik in adaptive_batch.schedules; near it: geometric",
+        ),
+        ("os.paht.join", "there is no paht in os; near it: path, .*"),
+        ("nowhere.rule", "it cannot be imported: .*No module named 'nowhere'.* PYTHONPATH"),
+        ("imports_missing.rule", "it cannot be imported: .*No module named 'os.missing'.*"),
+    ],
+)
+def test_an_unknown_function_is_refused_with_near_names_or_the_reason(
+    tmp_path, monkeypatch, path, problem
+):
+    (tmp_path / "imports_missing.py").write_text("import os.missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(SettingError, match=f"^k='{path}': {problem}$"):
+        load_function(path, key="k")
+
+
+@pytest.mark.parametrize("arguments", [{}, {"factr": 2}])
+def test_a_rule_of_this_package_with_wrong_arguments_is_refused_with_its_arguments(arguments):
+    block = {"_component_": "adaptive_batch.schedules.geometric", **arguments}
+    with pytest.raises(SettingError, match=r"; its arguments are \(factor, every=1\)$"):
+        settings({"batch_increase_function": block})
 
 
 def test_a_rule_of_this_package_is_built_only_from_a_block(monkeypatch):
