@@ -55,6 +55,8 @@ def probe(cfg: DictConfig) -> None:
     data = Data.read(job)
     data.check_rows()
     limit_finder = LimitFinder(job, data)
+    for message in limit_finder.lost.describe_trials():
+        say(message)
     store = RunStore(job)
     limit_finder.check()
     sizer = MicroBatchSizer(

@@ -31,7 +31,7 @@ from adaptive_batch.training import (
 from .configuration import as_dict
 from .data import Data
 from .job import Job
-from .resume import TRIALS, LostRun, ResumedRun
+from .resume import LostRun, ResumedRun
 from .trainer import Trainer
 
 log = logging.getLogger("adaptive_batch")
@@ -313,14 +313,8 @@ class LimitFinder:
                 " change results"
             )
             self._event("batch_norm", message)
-        for key in TRIALS:
-            rows = self.lost.trial_rows(key)
-            if rows:
-                message = (
-                    f"{key}={rows}: this trial ended all ranks, so whether they fit is not known;"
-                    " up to half are tried"
-                )
-                self._event("indeterminate", message, rows=rows)
+        for message in self.lost.describe_trials():
+            self._event("indeterminate", message)
 
     def _log_throughput(self, fastest: Throughput) -> None:
         """Log the fastest micro-batches and all timed trials."""

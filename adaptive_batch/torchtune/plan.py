@@ -383,6 +383,7 @@ class TrainingPreview:
         resumed = self._resumed
         lines = [message for _, message, _ in resumed.changes]
         if settings.searches_training:
+            lines += limit_finder.lost.describe_trials()
             result = limit_finder.known()
             # Plan with an earlier result as training would after its search.
             if result is None:

@@ -466,6 +466,15 @@ class LostRun:
         rows: int | None = self._facts.get(key)
         return rows
 
+    def describe_trials(self) -> list[str]:
+        """Describe each trial that ended the run, and how to try its rows again."""
+        return [
+            f"{key}={self._facts[key]}: this trial ended all ranks, so whether they fit is not"
+            f" known; up to half are tried; delete {self._path} to try more"
+            for key in TRIALS
+            if key in self._facts
+        ]
+
     def limit(self, conditions: Mapping[str, Any]) -> MicroBatchLimit | None:
         """Return the limit that ran out of memory under the same conditions, reduced; None
         without one.

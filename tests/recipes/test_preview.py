@@ -1,11 +1,13 @@
 """`preview=True` shows the plan of training before weights load."""
 
+import json
 import math
 import re
 import shutil
 
 import pytest
-from support.cli import OURS, cosine_after, records
+from support.cli import OURS, cosine_after, records, resume_run
+from support.stops import stopped_after
 
 KEY = "batch_size_schedule"
 RAMP = (
@@ -97,3 +99,26 @@ def test_a_run_logs_its_preview_and_a_resumed_preview_shows_the_remaining_steps(
     assert first[:9] == ["0.75ep", "5", "24", "1.00ep", "6", "32", "8", "2", "8"]
     assert (first[10], first[11]) == (whole[1][10], "1")
     assert sorted((path, path.stat().st_mtime_ns) for path in run.output_dir.rglob("*")) == before
+
+
+def test_previews_searches_and_runs_show_that_a_lost_trial_halves_the_rows(
+    small, plan, capsys, monkeypatch
+):
+    monkeypatch.setattr("adaptive_batch.torchtune.limit_finder.settings_name", lambda *run: "name")
+    keys = ("use_maximum_batch_size=True", "save_every_n_steps=1", "epochs=2")
+    folder = stopped_after(small.run_in_process(OURS, *keys), small, 2)
+    lost = folder / "adaptive_batch" / "lost.json"
+    lost.write_text(json.dumps({"trial_rows": 16, "trial_settings": "name"}))
+    note = "trial_rows=16: this trial ended all ranks, "
+    resumes = (*keys, "resume_from_checkpoint=True")
+    first, second, *_ = plan(*resumes, output=folder, base=small.base)
+    assert first.startswith(note)
+    assert second == "bound: 8"
+    small.run_in_process("adaptive_probe", *resumes, f"output_dir={folder}")
+    shown = capsys.readouterr().out
+    assert note in shown
+    assert "max_batch_size: 8+" in shown
+    resume_run(small, folder, *keys)
+    (logged,) = records(folder, "indeterminate")
+    assert logged["message"].startswith(note)
+    assert records(folder, "bound")[-1]["max_batch_size"] == 8
