@@ -230,7 +230,7 @@ class MemoryEstimate:
         """Return whether rows of each length fit on a device without allocator retries.
 
         Args:
-            device: name or size of a device of the estimate.
+            device: name or size of a device of the estimate, or `Target.name`.
             rows: number of rows.
 
         Raises:
@@ -239,12 +239,12 @@ class MemoryEstimate:
         # devices.py imports this module.
         from .devices import find_device
 
-        name = find_device(device, "device").describe()
-        for target in self.devices:
-            if target.name == name:
-                return all(fit.max_batch_size >= rows for fit in target.lengths)
-        names = ", ".join(target.name.partition(" (")[0] for target in self.devices)
-        raise SettingError("device", device, f"the estimate has {names}; give one of them")
+        targets = {target.name: target for target in self.devices}
+        name = device if device in targets else find_device(device, "device").describe()
+        if name not in targets:
+            names = ", ".join(target_name.partition(" (")[0] for target_name in targets)
+            raise SettingError("device", device, f"the estimate has {names}; give one of them")
+        return all(fit.max_batch_size >= rows for fit in targets[name].lengths)
 
     def format_rows(self, rows: int | None) -> str:
         """Format the rows that fit; a plus means that more may fit."""

@@ -88,7 +88,9 @@ def test_a_check_that_is_off_scales_the_curve(counted):
     assert "warning: a traced step of 5 rows" in plan(lengths=(off,)).table()
 
 
-@pytest.mark.parametrize("name", ["80GiB", "80 GiB", "80.00 GiB", "h100", "NVIDIA H100", "H100"])
+@pytest.mark.parametrize(
+    "name", ["80GiB", "80 GiB", "80.00 GiB", "h100", "NVIDIA H100", "H100", "H100 (79.11 GiB)"]
+)
 def test_a_device_is_found_by_name_and_size(name):
     given = find_device("H100" if "100" in name else "80GiB")
     device = replace(BIG, name=given.describe())
