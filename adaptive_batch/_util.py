@@ -96,6 +96,9 @@ def check_built_alike(
         sets_batch: advice for changing the batch size after resuming.
     """
     for key, value in own.items():
+        if key not in saved:
+            remedy = f"the saved {what} has no {key}; resume with the version that saved it"
+            raise SettingError(key, value, remedy)
         if saved[key] != value:
             remedy = f"the saved {what} was built with {saved[key]}; resume with that"
             # The batch size can be changed after resuming.

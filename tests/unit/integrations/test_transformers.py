@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import defaultdict
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -649,6 +650,10 @@ def test_arguments_that_conflict_with_a_growing_batch_are_refused(tmp_path):
     adaptive = AdaptiveArguments(**GROWS | {"lr_scaling": "linear"})
     with pytest.raises(SettingError, match=r"^lr_scaling='linear': .* built with sqrt; resume"):
         trained(AdaptiveTrainer, tmp_path, resume=checkpoint, adaptive=adaptive)
+    state = Path(checkpoint, "trainer_state.json")
+    state.write_text(state.read_text().replace("lr_scaling", "of_another_version"))
+    with pytest.raises(SettingError, match=r"^lr_scaling='sqrt': the saved trainer has no lr_scal"):
+        grown(tmp_path, resume=checkpoint)
 
 
 def llama_whose_rows_differ():
