@@ -11,10 +11,7 @@ import functools
 import json
 import logging
 import os
-import signal
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -36,6 +33,11 @@ def run_program(command: Sequence[str], arguments: Mapping[str, Any]) -> int:
         SettingError: an argument is invalid.
         AdaptiveBatchError: the program cannot be started.
     """
+    # Imported here, since every process of the program imports this module.
+    import signal
+    import subprocess
+    import tempfile
+
     from adaptive_batch.errors import AdaptiveBatchError
     from adaptive_batch.inject.sitecustomize import environment_with
 

@@ -18,10 +18,16 @@ def test_a_trainer_is_adopted_with_the_configured_keys(tmp_path):
     module, _, name = plugin.get_input_args().rpartition(".")
     assert (module, name) == (AdaptiveConfig.__module__, "AdaptiveConfig")
     trainer = trainer_in(tmp_path)
-    config = AdaptiveConfig(adaptive_micro_batch_tokens="auto", adaptive_device_memory="12GiB")
+    given = {
+        "micro_batch_tokens": "auto",
+        "device_memory": "12GiB",
+        "headroom": 0.1,
+        "loss_reduction": "sum",
+    }
+    config = AdaptiveConfig(**{f"adaptive_{key}": value for key, value in given.items()})
     plugin.post_trainer_create(config.model_dump(), trainer)
     assert isinstance(trainer, AdaptiveTrainer)
-    assert trainer.adaptive == AdaptiveArguments(micro_batch_tokens="auto", device_memory="12GiB")
+    assert trainer.adaptive == AdaptiveArguments(**given)
     with pytest.raises(SettingError, match="micro_batch_size=0"):
         plugin.post_trainer_create({"adaptive_micro_batch_size": 0}, trainer_in(tmp_path))
 

@@ -79,7 +79,7 @@ def test_the_exit_status_is_that_of_the_program_and_one_line_reports_no_adoption
 
 def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("print('own sitecustomize')")
-    program = "import sys; print('transformers' in sys.modules, 'torch' in sys.modules)"
+    program = "import sys; print(sys.modules.keys() & {'subprocess', 'torch', 'transformers'})"
     done = run(
         tmp_path,
         "--",
@@ -88,7 +88,7 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
         program,
         PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]),
     )
-    assert done.stdout.splitlines()[-2:] == ["own sitecustomize", "False False"]
+    assert done.stdout.splitlines()[-2:] == ["own sitecustomize", "set()"]
 
 
 @pytest.mark.parametrize(
@@ -98,6 +98,8 @@ def test_a_sitecustomize_of_the_program_runs_too(tmp_path):
         (["--micro-batch-size", "2", "--micro-batch-tokens", "8", "--", "true"], "micro_batch"),
         (["--micro-batch-size", "many", "--", "true"], "micro_batch_size='many'"),
         (["--headroom", "2", "--", "true"], "headroom=2"),
+        (["--device-memory", "much", "--", "true"], "device_memory='much'"),
+        (["--loss-reduction", "max", "--", "true"], "loss_reduction='max'"),
         (["--micro-batch-size", "2"], "give the program after --"),
         (["--micro-batch-sise", "2", "--", "true"], "unrecognized arguments: --micro-batch-sise"),
     ],
