@@ -129,7 +129,15 @@ class FullModel:
         """
         is_sharded = distributed.world_size() > 1
         # One rank may not have the memory for a whole model, so each makes its shards alone.
-        model = build_without_weights(cfg, self, dtype=dtype, device=device, on_meta=is_sharded)
+        model = build_without_weights(
+            cfg,
+            self,
+            dtype=dtype,
+            device=device,
+            on_meta=is_sharded,
+            # With adapters, rank 0 still reads the base.
+            reads_shards=weights.load_shards is not None and not self.has_frozen_base,
+        )
         if is_sharded:
             self._load_sharded(model, weights, cfg, dtype=dtype, device=device)
         else:
@@ -278,11 +286,20 @@ def build_without_weights(
     dtype: torch.dtype,
     device: torch.device,
     on_meta: bool,
+    reads_shards: bool = False,
 ) -> torch.nn.Module:
     """Return the model before its weights are loaded, compiled and recomputing activations as
     configured. Several ranks shard it by tensor parallelism, then by FSDP2.
 
     The order of these steps is that of torchtune's recipe.
+
+    Args:
+        cfg: configuration of the recipe.
+        builder: builder of the model.
+        dtype: dtype of the parameters.
+        device: device of the run.
+        on_meta: whether to build on the meta device.
+        reads_shards: whether each rank then reads its shards of all weights from a checkpoint.
 
     Raises:
         SettingError: the model is for another recipe, or cannot be sharded as configured.
@@ -296,9 +313,10 @@ def build_without_weights(
     if distributed.world_size() == 1:
         apply_checkpointing(model, cfg)
         return model
-    # Fusion layers rename their parameters in state dicts, and torch's set_model_state_dict() looks
-    # for the other names.
-    if any(isinstance(module, FusionLayer | FusionEmbedding) for module in model.modules()):
+    # Fusion layers rename their parameters in state dicts, and load_from_rank_zero() looks for the
+    # other names.
+    has_fusion = any(isinstance(each, FusionLayer | FusionEmbedding) for each in model.modules())
+    if has_fusion and not reads_shards:
         remedy = "torch cannot load torchtune's fusion layers on several ranks; use one device"
         raise SettingError(builder.key, component_of(cfg.model), remedy)
     dp_size = distributed.data_parallel_size()

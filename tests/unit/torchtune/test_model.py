@@ -1,10 +1,13 @@
 """Fused RMS norms compute torchtune's norms; models that a run cannot use are refused."""
 
+from functools import partial
+
 import pytest
 import torch
 from omegaconf import OmegaConf
 from torch import nn
 from torchtune.modules import RMSNorm
+from torchtune.modules.model_fusion import FusionEmbedding
 
 from adaptive_batch.distributed import fake_process_group
 from adaptive_batch.errors import SettingError
@@ -49,10 +52,22 @@ def test_a_model_without_norms_to_fuse_is_refused():
         FullModel().skeleton(cfg, dtype=torch.bfloat16)
 
 
-def test_fusion_layers_are_refused_on_several_ranks_before_weights_load():
-    fusion = "torchtune.modules.model_fusion.FusionEmbedding"
-    sizes = {"vocab_size": 8, "fusion_vocab_size": 2, "embed_dim": 4}
-    cfg = OmegaConf.create({"model": {"_component_": fusion, **sizes}, "compile": False})
-    weights = Weights(lambda: pytest.fail("weights were loaded"))
-    with fake_process_group(2), pytest.raises(SettingError, match=r"fusion layers on several"):
-        FullModel().build(cfg, weights, dtype=torch.float32, device=torch.device("cpu"))
+class FusionModel(FullModel):
+    """Builder of a model with an embedding for additional tokens."""
+
+    def new_model(self, cfg, *, dtype, device):
+        model = super().new_model(cfg, dtype=dtype, device=device)
+        with device:
+            model.tok_embeddings = FusionEmbedding(LLAMA["vocab_size"], 2, LLAMA["embed_dim"])
+        return model
+
+
+def test_fusion_layers_on_several_ranks_are_refused_unless_ranks_read_shards_of_a_checkpoint():
+    cfg = OmegaConf.create({"model": LLAMA, "compile": False})
+    build = partial(FusionModel().build, cfg, dtype=torch.float32, device=torch.device("cpu"))
+    with fake_process_group(2):
+        with pytest.raises(SettingError, match=r"fusion layers on several"):
+            build(Weights(lambda: pytest.fail("weights were loaded")))
+        resumed = []
+        build(Weights(dict, load_shards=resumed.append))
+    assert "tok_embeddings.fusion_embedding.weight" in resumed[0]
