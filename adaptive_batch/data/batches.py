@@ -597,8 +597,8 @@ class Batches(Sampler[list[int]]):
     def _own_rows(self, numbers: list[int]) -> list[int]:
         """Return this rank's rows of a step with the `numbers` of all ranks.
 
-        If micro-batches are padded rows in order, ranks take rows in turn, as with torch's sampler.
-        Otherwise ranks get about the same number of tokens.
+        If the layout pads rows and keeps their order, ranks take rows in turn, as with torch's
+        DistributedSampler. Otherwise ranks get about the same number of tokens.
         """
         ranks = distributed.data_parallel_size()
         if ranks == 1:

@@ -417,7 +417,8 @@ def _seed(generator: torch.Generator | None) -> int:
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
     try:
         offset = generator.get_offset()
-    except RuntimeError:  # a stream captures
+    except RuntimeError:
+        # While a CUDA graph is captured, the offset is unknown.
         offset = 0
     return (generator.initial_seed() * 1000003 + offset) % 2**63
 

@@ -403,10 +403,17 @@ def _packed_backward(
 
 
 def _padded(query: Tensor, rows: int) -> int:
-    """Return the padded tokens of all rows in the backward of flash attention."""
+    """Return the padded tokens of all rows in the backward of flash attention.
+
+    Args:
+        query: ``[batch, heads, tokens, head_dim]``.
+        rows: rows that are packed into one sequence, each with 128 tokens of padding; 0 if each
+            sequence is a row, which is padded to a multiple of 128 tokens.
+    """
+    num_sequences, _, tokens, _ = query.shape
     if rows:
-        return query.shape[2] + 128 * rows
-    return len(query) * round_up(query.shape[2], 128)
+        return tokens + 128 * rows
+    return num_sequences * round_up(tokens, 128)
 
 
 def _fused_rms_norm(
@@ -492,7 +499,7 @@ def _embedding_backward(
 
 
 def _trilinear(*args: Any) -> Tensor:
-    """Run nn.Bilinear's products for real, so that each of its operators is counted."""
+    """Run the operators of nn.Bilinear one by one, as its kernels do, to count each result."""
     keys = private.DispatchKeySet(private.DispatchKey.CPU)
     result: Tensor = aten._trilinear.default.redispatch(keys, *args)
     return result

@@ -306,6 +306,11 @@ class Point(NamedTuple):
 def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) -> float | None:
     """Return the rows to try next after trials in growing order; None if no larger size fits.
 
+    Args:
+        points: trials that fit, by rows.
+        rounding: largest error of a peak, as a share of the budget.
+        resident_known: whether shares exclude the bytes that are resident before a trial.
+
     The peak is a maximum of straight lines in the rows, one for each op, with intercepts of 0 or
     more. So it is convex, and often flat at first. Growing the rows by budget / peak always fits.
     Beyond two trials, the peak lies on or above the line through them: no size beyond that line's
@@ -313,8 +318,8 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
 
     1. Grow safely, by slightly less than budget / peak, since real peaks bend upwards in places.
     2. Follow a line if a third trial lies on it, and a curve ``fixed + c * rows ** power`` if a
-    fourth does. From below the knee, follow it only to slightly beyond the knee, where a steeper
-    line would show.
+    fourth does. Steeper lines often show above the share `KNEE`, so from below it, follow a line
+    only to slightly beyond it.
     3. Do not follow a line that hardly grows above the resident bytes: another line fills the
     budget.
     4. A peak below the line is noisy, so no three trials will lie on a line: fit a curve to the
@@ -326,32 +331,35 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
         return max(2.0, safe_rows)
     previous = points[-2]
     if len(points) > 2 and last.share / previous.share <= (last.rows / previous.rows) ** 1.001:
-        # The peak grows at most proportionally.
+        # Rule 1: the peak grows at most proportionally, so a larger step is safe.
         safe_rows = _grow(last, 1.1)
     is_proportional = _straight(Point(0, 0.0), previous, last, rounding)
     power = _proven_power(points, rounding)
     share_per_row = (last.share - previous.share) / (last.rows - previous.rows)
-    # One more row may not fit. On a proven line only rounding of floats, by about a byte, is
-    # uncertain.
+    # One more row exceeds the budget. The slope between two trials is off by up to 5%; on a proven
+    # line only rounding of floats is uncertain.
     largest_share = 1 + 1e-9 if is_proportional or power == 1 else 1.05
     if last.share + share_per_row > largest_share:
         return None
     # A line through the origin is the steepest possible one.
     if is_proportional:
-        return _reach(previous, last, 1, 1.0)
-    # Without this, a flat peak just below the budget would take one trial for each row.
+        return _reach(previous, last, power=1, share=1.0)
+    # Rule 3: skip rows, or a flat peak just below the budget would take one trial for each row.
     if resident_known and share_per_row * last.rows < MIN_ROW_SHARE * last.share:
         return max(safe_rows, 1.25 * last.rows)
+    # Rule 2.
     if power is not None:
-        end = _reach(previous, last, power, 1.0)
+        end = _reach(previous, last, power, share=1.0)
+        # Rounding may put the end slightly below one more row.
         if end < last.rows + 0.95:
             return None
         if last.share > KNEE:
             return min(end, MAX_EXTRAPOLATION * last.rows)
         # Below the knee, go no further than is safe from the knee on.
-        knee_rows = _reach(previous, last, power, KNEE)
+        knee_rows = _reach(previous, last, power, share=KNEE)
         safe_from_knee = _grow(Point(knee_rows, KNEE), 2)
         return max(safe_rows, min(end, safe_from_knee))
+    # Rule 4.
     if _noisy(points, rounding):
         return _next_rows_in_noise(points, safe_rows)
     return safe_rows

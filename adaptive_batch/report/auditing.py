@@ -247,10 +247,11 @@ class _Walk:
             self.epochs[-1] = _Epoch(epoch.number, self._num_rows)
 
     def _epoch_of(self, entry: Entry) -> _Epoch:
-        """Return the epoch of a record; close the previous one first if it is new."""
+        """Return the epoch of a record. If the record begins an epoch, close the previous one."""
         epoch = self.epochs[-1]
         number = whole(entry.record, "epoch")
         if number != epoch.number or epoch.has_ended:
+            # A next epoch is right even if the open one has no record of its end.
             if number != epoch.number + 1:
                 expected = epoch.number + 1 if epoch.has_ended else epoch.number
                 self.problems.append(
@@ -264,6 +265,7 @@ class _Walk:
         return epoch
 
     def _mark_dropped(self, epoch: _Epoch) -> None:
+        """Mark the rows that records before this epoch's first one list as dropped from it."""
         self.problems += epoch.mark(_DROPPED, self._dropped.pop(epoch.number, []))
 
     def _compare_repeated(self, step: Entry) -> None:

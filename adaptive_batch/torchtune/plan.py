@@ -104,12 +104,15 @@ def couple_seesaw(job: Job, batches: Batches) -> None:
     """
     if not isinstance(job.settings.batch_size_schedule, Seesaw):
         return
+    scheduler = None
     block = job.cfg.get("lr_scheduler", None)
-    optimizer = job.optimizer_of_one_weight()
-    steps = job.settings.epochs * batches.constant_epoch.steps
-    scheduler = block and instantiate(
-        "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
-    )
+    if block:
+        # The decay is that of a constant batch. Only the scheduler's factors are read.
+        steps = job.settings.epochs * batches.constant_epoch.steps
+        optimizer = job.optimizer_of_one_weight()
+        scheduler = instantiate(
+            "lr_scheduler", block, optimizer, num_training_steps=steps, last_epoch=-1
+        )
     batches.couple(scheduler, lr_clock=job.settings.lr_clock)
 
 

@@ -235,8 +235,11 @@ class EvaluationParts:
         forward: Callable[[Any], tuple[Any, Any]],
         snapshot: Callable[[], Callable[[], object]],
     ) -> None:
-        """Compare the results of some rows with those of two halves of them; keep the weightings
-        that fit.
+        """Run some rows together and in two halves, and keep the weightings that give the loss of
+        the rows from the losses of the halves.
+
+        Raises:
+            DoesNotFitError: outputs, states or losses depend on the other rows of a part.
         """
         if not halves[0]:
             self._leave_unchecked("no two rows fit at once")
@@ -244,9 +247,9 @@ class EvaluationParts:
         undo = snapshot()
         state_before = self._state()
         random_state = RandomState(self._parameter.device)
-        in_order = [*halves[0], *halves[1]]
-        part = sorted(in_order)
-        (loss,), (outputs,), _ = self._run_each(rows, [part], forward)
+        rows_of_halves = [*halves[0], *halves[1]]
+        together = sorted(rows_of_halves)
+        (loss,), (outputs,), _ = self._run_each(rows, [together], forward)
         state = self._state()
         undo()
         losses, outputs_of_halves, counts = self._run_each(rows, halves, forward)
@@ -256,32 +259,41 @@ class EvaluationParts:
             random_state.restore()
             self._leave_unchecked("it draws random numbers")
             return
-        # Evaluation may cast the model.
+        # Evaluation may have cast the model since construction.
         is_float32 = self._is_exact and self._parameter.dtype.itemsize >= torch.float32.itemsize
         tolerance = _TOLERANCE_FLOAT32 if is_float32 else _TOLERANCE_16_BITS
+        order = [together.index(row) for row in rows_of_halves]
         joined_outputs = self._join(outputs_of_halves)
-        places = [part.index(row) for row in in_order]
-        for of_part, of_halves in zip(arrays_in(outputs), arrays_in(joined_outputs), strict=True):
-            if of_part.is_floating_point():
-                if _differ(of_part[places], of_halves, tolerance):
-                    raise self._cannot_split(f"outputs {tuple(of_part.shape)} depend on other rows")
-            elif not torch.equal(of_part[places], of_halves):
-                log.warning(
-                    "evaluation: whole numbers in the outputs differ between rows and halves of"
-                    " them: they depend on other rows, or on rounding, as generated tokens may"
-                )
+        for output, of_halves in zip(arrays_in(outputs), arrays_in(joined_outputs), strict=True):
+            self._compare_outputs(output[order], of_halves, tolerance)
         if len(state_before) != len(state):
-            # A list of states has grown.
+            # A list has new states, which have no value from before: compare the results only.
             state_before = state
         if len(state) != len(state_of_halves) or any(
-            _states_differ(*states, tolerance)
-            for states in zip(state_before, state, state_of_halves, strict=True)
+            _states_differ(before, after, after_halves, tolerance)
+            for before, after, after_halves in zip(
+                state_before, state, state_of_halves, strict=True
+            )
         ):
             raise self._cannot_split("it changes an attribute, or counts batches in a metric")
         if loss is None:
+            # Without losses, all weightings are alike.
             del self._possible_weightings[1:]
         elif not loss.isnan().all():
             self._keep_fitting_weightings(loss, losses, counts, tolerance)
+
+    def _compare_outputs(
+        self, output: torch.Tensor, of_halves: torch.Tensor, tolerance: float
+    ) -> None:
+        """Raise if floating-point outputs differ; log whole numbers that differ."""
+        if output.is_floating_point():
+            if _differ(output, of_halves, tolerance):
+                raise self._cannot_split(f"outputs {tuple(output.shape)} depend on other rows")
+        elif not torch.equal(output, of_halves):
+            log.warning(
+                "evaluation: whole numbers in the outputs differ between rows and halves of"
+                " them: they depend on other rows, or on rounding, as generated tokens may"
+            )
 
     def _keep_fitting_weightings(
         self,

@@ -336,7 +336,8 @@ class MicroBatchSizer:
         """True if this rank may retry the former limit, see :class:`OOMPolicy`."""
         if self._lowered is None or self._good_steps < self._steps_before_retry:
             return False
-        return self.limit() != self._limit_without_oom(NO_LIMIT)
+        # Without a difference there is nothing to regain.
+        return self.limit() != self._limit_without_oom(batch_size=NO_LIMIT)
 
     @property
     def _steps_before_retry(self) -> int:

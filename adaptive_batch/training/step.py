@@ -252,7 +252,7 @@ class Attempts:
             self.error = _message(error)
 
     def suspect_fullest(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Set `suspect` to the fullest micro-batch: an OOM may come before the first one runs."""
+        """Blame an OOM before the first micro-batch on the fullest one: set `suspect` to it."""
         self.suspect = micro_batches[0]
         if len(micro_batches) > 1:
             self.suspect = self.sizer.limit().fullest(micro_batches)
@@ -457,7 +457,9 @@ class Step:
             self.divide_rows(weighting)
 
     def divide_rows(self, weighting: Weighting[Any]) -> None:
-        """Divide the rows of a step within the current limit. A collective."""
+        """Divide this rank's rows within the current limit; count the micro-batches that all ranks
+        run. A collective.
+        """
         self.micro_batches = weighting.divide(self.sizer.limit(self._batch_size))
         self.num_micro_batches = distributed.maximum(len(self.micro_batches))
         self.attempts.suspect_fullest(self.micro_batches or [DUMMY])
