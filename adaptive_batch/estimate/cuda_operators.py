@@ -539,7 +539,9 @@ def _math_attention(
     is_causal: bool,
     enable_gqa: bool,
 ) -> Tensor:
-    """native/transformers/attention.cpp: ``_scaled_dot_product_attention_math``."""
+    """Allocate the tensors of ``_scaled_dot_product_attention_math`` in
+    native/transformers/attention.cpp; their values do not matter.
+    """
     dtype = query.dtype
     if dtype.itemsize == 2 and not _CUDA.fp16_bf16_reduction_math_sdp_allowed():
         query, key, value = query.float(), key.float(), value.float()

@@ -515,7 +515,7 @@ class _Growth(TrainerCallback):
             if value != required:
                 raise SettingError(key, value, f"with batch_increase_function {remedy}")
         if distributed.world_size() > 1:
-            remedy = "it grows on one process; on several ranks use AdaptiveLoop or AdaptiveBatches"
+            remedy = "a batch grows on one process; on several use AdaptiveLoop or AdaptiveBatches"
             raise SettingError("batch_increase_function", "on several ranks", remedy)
         seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
         self.batches = AdaptiveBatches(
@@ -534,7 +534,8 @@ class _Growth(TrainerCallback):
             multiprocessing_context=loader.multiprocessing_context,
             prefetch_factor=loader.prefetch_factor,
             persistent_workers=loader.persistent_workers,
-            # Without it, a run that resumes within an epoch draws one more random number.
+            # Otherwise each start of the loader draws from torch's generator, and a run that
+            # resumes within an epoch starts it once more.
             generator=torch.Generator(),
         )
         self._lr_scaling = adaptive.lr_scaling

@@ -353,6 +353,12 @@ def _refuse_sharding_tied(plan: Mapping[str, Any], tied: set[str], tp_size: int)
 def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[str]) -> None:
     """Shard the model by FSDP2.
 
+    Args:
+        model: model to shard.
+        cfg: configuration.
+        mesh: device mesh of the ranks.
+        tied: names of the layers whose weights the output layer uses too.
+
     Raises:
         SettingError: `custom_sharded_layers` has an unknown layer, or one with tied weights.
     """
@@ -364,8 +370,8 @@ def _shard(model: torch.nn.Module, cfg: DictConfig, mesh: DeviceMesh, tied: set[
         raise SettingError("custom_sharded_layers", layers, remedy)
     reshards = bool(cfg.get("fsdp_reshard_after_forward", True))
     tied_layers = [name for name in layers if name in tied]
-    # A layer of its own frees its gathered weights after its forward; the output layer, which runs
-    # last, would find only this rank's shard.
+    # FSDP frees the gathered weights of such a layer after its forward. The output layer, which
+    # runs last, would find only this rank's shard of them.
     if tied_layers and reshards:
         problem = (
             f"the output layer is tied to {tied_layers[0]}, and needs its weights after it was"
@@ -647,9 +653,8 @@ class AdapterModel(FullModel):
         parameters = named_parameters(model)
         # Only rank 0 has the base, but every rank has to know its names.
         names = set(distributed.from_rank_zero(lambda: list(base)))
-        self._check_base(
-            model, sorted(parameters.keys() - names), sorted(names - parameters.keys()), cfg
-        )
+        missing, unexpected = parameters.keys() - names, names - parameters.keys()
+        self._check_base(model, sorted(missing), sorted(unexpected), cfg)
         quantized = {
             name
             for name in names
@@ -658,8 +663,8 @@ class AdapterModel(FullModel):
         load_from_rank_zero(
             model, {name: base[name] for name in base if name not in quantized}, cfg, strict=False
         )
-        # torch's function cannot shard NF4 tensors, but torchtune's can if every rank has the whole
-        # tensor. Send one at a time, so that a device holds only one whole tensor.
+        # load_from_rank_zero() cannot shard NF4 tensors. torchtune's function can, if every rank
+        # has the whole tensor. Send one at a time, so that a device holds only one whole tensor.
         for name in sorted(quantized):
             whole = torch.empty(parameters[name].shape, dtype=dtype, device=device)
             if name in base:

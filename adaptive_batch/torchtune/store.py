@@ -186,11 +186,12 @@ class RunStore:
         return self._newest_intact(checkpoints_in(self.path))
 
     def _find_named(self, path: Path) -> FoundCheckpoint:
-        """Find the checkpoint at a path, which may be in the folder of another run."""
+        """Find the checkpoint at an absolute path, which may be in the folder of another run."""
         named = [each for each in checkpoints_in(path.parent) if each.path.absolute() == path]
         if not named:
             remedy = "give True, False, auto, or a checkpoint's folder such as OUTPUT_DIR/step_100"
             raise SettingError("resume_from_checkpoint", str(path), remedy)
+        # The only one, whose files this checks.
         return self._newest_intact(named)
 
     def _newest_intact(self, checkpoints: list[Checkpoint]) -> FoundCheckpoint:

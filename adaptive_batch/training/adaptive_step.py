@@ -317,12 +317,14 @@ class LabelShares(Weighting[list[Any]]):
         batches = step.prepare(self._make_batches) or []
         if step.num_micro_batches == 1 and not step.counts_over_ranks:
             all_rows = range(self._rows.num_rows)
+            # None: without a batch, this rank runs only the collectives of the part.
             self._parts = [Part(batch, len(all_rows), rows=all_rows) for batch in batches] or [None]
         else:
-            kept_columns = step.check.keeps_columns
+            kept_columns_before = step.check.keeps_columns
+            # Its check of the split may find that parts must keep all columns.
             self._parts = self._parts_with_shares(batches)
-            if step.check.keeps_columns and not kept_columns:
-                # Wider rows may need another division.
+            if step.check.keeps_columns and not kept_columns_before:
+                # Parts are wider now and may not fit, so divide the rows again, at most once.
                 step.divide_rows(self)
                 self.begin()
                 return

@@ -377,12 +377,15 @@ class SplitCheck:
         types = {parameter.dtype for parameter in self._step.model.parameters()}
         if self._passes.keeps_autocast:
             types.add(torch.bfloat16)
+        # A wrong term of the loss adds once per part.
         per_part = max(_MIN_TOLERANCE, _TOLERANCE_ALL_PARTS / self._num_parts)
         of_float32 = min(_TOLERANCE_FLOAT32, per_part)
         tolerance = max(_TOLERANCES.get(dtype, of_float32) for dtype in types)
         if self._step.memory.device.type == "cuda" and _has_tf32(self._step.model):
             tolerance = max(tolerance, _TOLERANCE_TF32)
-        if tolerance > _TOLERANCE_FLOAT32 and rows_per_part == 1:
+        is_low_precision = tolerance > _TOLERANCE_FLOAT32
+        if is_low_precision and rows_per_part == 1:
+            # The loss of a single row may be near 0, where rounding is large.
             tolerance = _TOLERANCE_ONE_ROW
         return max(distributed.all_gather(tolerance))
 
