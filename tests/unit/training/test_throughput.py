@@ -8,6 +8,7 @@ from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from torch import nn
 
 from adaptive_batch._util import from_json
@@ -22,13 +23,16 @@ ROWS = [min(256, 1 + int(random.lognormvariate(4.2, 1.0))) for _ in range(256)]
 
 
 class Machine:
-    """Runs rows in a second per micro-batch, with room for `fits` tokens."""
+    """Runs rows in a second per micro-batch, with room for `fits` tokens; trials of the longest
+    rows have room for `longest_fit`.
+    """
 
-    def __init__(self, fits: int) -> None:
+    def __init__(self, fits: int, longest_fit: int) -> None:
         self.sizer = MicroBatchSizer(micro_batch_tokens="auto")
         self.engine = SimpleNamespace(sizer=self.sizer, model=nn.Linear(1, 1))
         self.row_length = int
         self.fits = fits
+        self.longest_fit = longest_fit
         self.seconds = 0.0
 
     def try_rows(self, rows: Sequence[int], *, is_last: bool) -> None:
@@ -46,13 +50,20 @@ class Machine:
         return self.seconds if self.seconds < float("inf") else None
 
     def __call__(self, rows: int) -> Trial:
-        return Trial(rows, fits=self.sizer.layout.run_tokens([256] * rows) <= self.fits)
+        tokens = self.sizer.layout.run_tokens([256] * rows)
+        return Trial(rows, fits=tokens <= min(self.fits, self.longest_fit))
 
 
-def search(*, fits: int = 10**9, step_rows: int = 128) -> Throughput | None:
-    machine: Any = Machine(fits)
+def search(
+    *,
+    fits: int = 10**9,
+    longest_fit: int = 10**9,
+    step_rows: int = 128,
+    layouts: Sequence[str] = ("grouped", "packed"),
+) -> Throughput | None:
+    machine: Any = Machine(fits, longest_fit)
     rows = LongestRows(lambda size: [256] * size, 256, "a row", lambda begin, size: ROWS[:size])
-    scope = SearchScope(rows, layouts=("grouped", "packed"), timed_rows=step_rows)
+    scope = SearchScope(rows, layouts=layouts, timed_rows=step_rows)
     return ThroughputSearch(machine, machine, scope, 32).run()
 
 
@@ -66,6 +77,20 @@ def test_the_fastest_choice_fits() -> None:
         pieces = micro_batches(ROWS[:step_rows], found.limit, layout)
         assert all(piece.run_tokens <= 1500 for piece in pieces)
     assert search(fits=1) is None
+
+
+def test_the_fastest_choice_fits_with_the_longest_rows() -> None:
+    found = search(longest_fit=1500)
+    assert found is not None
+    assert 256 < found.limit.amount < 6 * 256
+    assert max(trial.limit.amount for trial in found.trials) > 1500
+    assert search(longest_fit=1) is None
+
+
+def test_the_time_of_grouped_micro_batches_is_measured() -> None:
+    found = search(layouts=["grouped"])
+    assert found is not None
+    assert (found.time.fixed, found.time.token) == pytest.approx((1.0, 1e-4))
 
 
 def test_large_micro_batches_are_chosen_if_each_takes_long() -> None:
