@@ -516,8 +516,13 @@ class Saver:
                 self._log_failure(error)
 
     def close(self) -> None:
-        """Wait for an asynchronous save and stop saving; raise CheckpointError if it failed."""
-        self._manager.close()
+        """Wait for an asynchronous save and stop saving. Only log its failure: the weights of the
+        last epoch are exported.
+        """
+        try:
+            self._manager.close()
+        except CheckpointError as error:
+            self._log_failure(error)
 
     # --- saves
 
@@ -597,7 +602,7 @@ class Saver:
             self.replaces = ""
 
     def _log_failure(self, error: CheckpointError) -> None:
-        message = f"training continues; this checkpoint was not saved: {error}"
+        message = f"the run continues; this checkpoint was not saved: {error}"
         self._log.event("checkpoint_failed", message, step=self._batches.progress.steps)
 
     def _end_early(self) -> None:

@@ -423,6 +423,18 @@ def test_a_full_disk_skips_a_checkpoint_within_an_epoch_and_ends_the_run_at_its_
     assert_the_same(folder, whole)
 
 
+def test_a_failed_asynchronous_save_after_the_last_step_does_not_fail_the_run(small):
+    folder = small.fresh_folder()
+    # A folder of the user, which no save replaces.
+    (folder / "step_2").mkdir()
+    keys = ("epochs=1", "max_steps_per_epoch=2", "keep_final_state=False", "save_every_n_steps=2")
+    asynchronous = "enable_async_checkpointing=True"
+    small.run_in_process(OURS, *keys, asynchronous, f"output_dir={folder}")
+    (said,) = records(folder, "checkpoint_failed")
+    assert "step_2 failed" in said["message"]
+    assert records(folder, "end")
+
+
 RAMP = (
     "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
     "batch_size_schedule.start=2",
