@@ -106,7 +106,7 @@ class RowsOfStep(BatchSource):
             # `collate` sorts rows or joins them in one tensor, so the batch cannot be divided.
             return self
         # Each call of `collate` draws other random numbers, such as masks, so divide one batch.
-        if not collated.cuts and len(set(self.lengths)) > 1:
+        if self.cuts and not collated.cuts:
             self._step.check.warn(
                 "padding",
                 "collate draws random numbers, so no check shows whether the model sees padding;"

@@ -348,9 +348,11 @@ def test_classes_of_rows_whose_mean_contains_padding_are_refused_or_named(draws,
         rows=[*short, *short, *ROWS[:12]],
         shuffle=False,
         batch_size=12,
-        micro_batch_tokens=60,
+        micro_batch_size=2,
         collate=collate_to_multiple,
         mean_loss=mean_loss,
+        # Tokens of another unit than columns.
+        row_length=5,
     )
     train(one, until=2)
     if draws:
@@ -359,6 +361,9 @@ def test_classes_of_rows_whose_mean_contains_padding_are_refused_or_named(draws,
     else:
         with pytest.raises(SettingError, match=r"^mean_loss=.*the model sees padding, of"):
             train(one)
+
+
+OWN_NUMBERS = random.Random(1)
 
 
 def by_length(rows: list[Any]) -> Any:
@@ -391,6 +396,11 @@ def with_rare_masks(rows: list[Any]) -> Any:
     return {**batch, "tokens": batch["tokens"] * (random.random() > 0.1)}
 
 
+def with_rare_masks_of_its_own(rows: list[Any]) -> Any:
+    batch = collate(rows)
+    return {**batch, "tokens": batch["tokens"] * (OWN_NUMBERS.random() > 0.1)}
+
+
 def with_random_lists(rows: list[Any]) -> Any:
     return {**collate(rows), "items": [torch.ones(2)] * int(np.random.randint(4))}
 
@@ -403,6 +413,7 @@ def with_random_lists(rows: list[Any]) -> Any:
         (with_columns_of_rows, 60),
         (with_nested, 60),
         (with_texts_and_nan, 30),
+        (with_rare_masks_of_its_own, 60),
         (with_rare_masks, 10),
         (with_random_lists, 10),
     ],
