@@ -325,6 +325,11 @@ class Batches(Sampler[list[int]]):
         if not self._progress.epoch_rows:
             self._lengths = None
         self._set_epoch(self._plan_epoch(self._progress))
+        if self._order_of is not None:
+            # The constant epoch has the rows that the sampler draws now, as a clock may count their
+            # tokens.
+            _ = self._epoch.order
+            self._reference = None
         self._grow()
         self._request(self._progress)
         if self.first_batch_size is None:
@@ -409,22 +414,21 @@ class Batches(Sampler[list[int]]):
                 # The rate's schedule was chosen for the configured batch.
                 batch_size = self.batching.batch_size
             batching = replace(self.batching, batch_size=batch_size, batch_size_schedule=None)
+            order_of = self._order_of
+            # Reading the clock must not draw from a script's sampler.
+            if isinstance(order_of, SamplerOrder):
+                order_of = order_of.last_drawn
             constant = replace(
                 self._epoch,
                 batching=batching,
                 planned_at=Progress(),
                 measure=self._lengths_of_reference,
-                # Reading the clock must not draw from a script's sampler.
-                order_of=None if self._order_of is None else self._dataset_order,
+                order_of=order_of,
             )
             self._reference = constant.divide(
                 lambda progress: batching.step_rows, counts_tokens=self._plans_tokens
             )
         return self._reference
-
-    def _dataset_order(self, epoch: int) -> torch.Tensor:
-        """Return as many row numbers as an epoch has, in the order of the dataset."""
-        return torch.arange(self.num_rows) % len(self._rows)
 
     @property
     def pace(self) -> Pace:

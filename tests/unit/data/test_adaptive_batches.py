@@ -14,12 +14,14 @@ from hypothesis import strategies as st
 from support.examples import examples
 from support.processes import run_on_ranks
 from support.same_state import bits
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
     SequentialSampler,
+    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -249,7 +251,7 @@ def test_batches_use_the_order_of_a_sampler_that_may_omit_rows():
         order = list(range(NUM_ROWS))
         random.Random(epoch).shuffle(order)
         assert rows_of_epoch(seen, epoch) == order
-    subset = torch.utils.data.SubsetRandomSampler(range(10, 30))
+    subset = SubsetRandomSampler(range(10, 30))
     batches = AdaptiveBatches(Rows(), 6, sampler=subset)
     assert len(batches) == 4
     assert sorted(rows_of_epoch(train(batches, epochs=1), 0)) == list(range(10, 30))
@@ -338,6 +340,26 @@ def test_an_invalid_sampling_is_refused(key, values):
     for value in values:
         with pytest.raises(SettingError, match=f"^{key}="):
             Sampling(**{"batch_tokens": 100, "max_rows_per_batch": 8, key: value})
+
+
+def test_a_seesaw_counts_the_tokens_of_the_rows_that_a_sampler_draws():
+    # The rows of an epoch are equally long, so both clocks show the same.
+    row_length = lambda row: 100 if row["row"] < 32 else 1  # noqa: E731
+    sizes = {}
+    for clock in ("samples", "tokens"):
+        sampler = SubsetRandomSampler(range(32, 64))
+        batches = AdaptiveBatches(
+            Rows(), 4, row_length=row_length, sampler=sampler, batch_size_schedule=seesaw()
+        )
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))])
+        rate = LambdaLR(optimizer, lambda step: 1 - step / 16)
+        batches.couple(rate, lr_clock=clock)
+        seen = train(batches, epochs=1)
+        sampler.indices = range(32)
+        seen += train(batches, epochs=2)
+        sizes[clock] = [len(rows) for _, rows in seen]
+    assert sizes["samples"] == [4, 4, 5, 5, 6, 6, 2, 8, 11, 13]
+    assert sizes["tokens"] == sizes["samples"]
 
 
 def test_a_seesaw_without_a_schedule_of_the_rate_is_refused():
