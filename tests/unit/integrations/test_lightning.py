@@ -13,7 +13,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from support.lightning_modules import NUM_ROWS, Module, rows, trained, trainer_in
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 from torchmetrics import MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
@@ -152,6 +152,31 @@ def test_trials_and_failed_attempts_do_not_change_attributes(tmp_path, limit, ca
     assert module.num_rows["train"] == 2 * NUM_ROWS
     assert len(module.outputs) == (16 if limit else 8)
     assert ("KeepsLosses.outputs got one number for each micro-batch" in caplog.text) == bool(limit)
+
+
+class Unpacks:
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch["rows"]
+
+
+class ModuleUnpacks(Unpacks, Module):
+    pass
+
+
+class DataUnpacks(Unpacks, lightning.LightningDataModule):
+    pass
+
+
+@pytest.mark.parametrize("in_module", [True, False])
+def test_hooks_change_the_batch_of_a_trial(tmp_path, in_module):
+    module = ModuleUnpacks() if in_module else Module()
+    data = lightning.LightningDataModule() if in_module else DataUnpacks()
+    data.train_dataloader = lambda: DataLoader(
+        rows(), batch_size=8, collate_fn=lambda some: {"rows": default_collate(some)}
+    )
+    callback = AdaptiveCallback(AdaptiveArguments(micro_batch_size="auto", row_length=1))
+    trainer_in(tmp_path, [callback], max_steps=1).fit(module, datamodule=data)
+    assert callback.step.max_batch_size == NUM_ROWS
 
 
 class Sums(Module):
