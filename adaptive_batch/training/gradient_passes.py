@@ -203,8 +203,8 @@ class Comparison:
         square = float(signs @ self.products @ signs)
         if not math.isfinite(square):
             return math.inf
-        # Rounding may make it slightly negative.
-        return math.sqrt(max(0.0, square)) / self.norm
+        # Rounding may make it slightly negative. Without gradients, 0 is divided by 1.
+        return math.sqrt(max(0.0, square)) / (self.norm or 1.0)
 
     def fitted_factors(self) -> tuple[list[float], float]:
         """Return the factors of the shares with which the parts fit the whole best, by least

@@ -237,7 +237,8 @@ def test_a_forward_that_writes_frozen_parameters_is_refused():
         new_step(model, averages)(rows())
 
 
-def test_an_auxiliary_loss_of_experts_in_the_configuration_causes_one_warning(caplog):
+@pytest.mark.parametrize("factor", [1, 0], ids=["and another loss", "alone"])
+def test_an_auxiliary_loss_of_experts_in_the_configuration_causes_one_warning(factor, caplog):
     model = Net()
     model.config = SimpleNamespace(router_aux_loss_coef=0.02)
 
@@ -246,7 +247,7 @@ def test_an_auxiliary_loss_of_experts_in_the_configuration_causes_one_warning(ca
             coefficient = model.config.router_aux_loss_coef
         chosen = model(batch["x"]).softmax(-1).mean(0)
         # The gradients differ by more than twice the coefficient.
-        return mean(model, batch) + coefficient * 30 * chosen.square().sum()
+        return factor * mean(model, batch) + coefficient * 30 * chosen.square().sum()
 
     step = new_step(model, balanced)
     for _ in range(4):
