@@ -269,8 +269,7 @@ def _check_sampler(sampler: Any, sampling: Sampling) -> None:
         )
     if isinstance(sampler, BatchSampler):
         raise SettingError("sampler", name, YIELDS_BATCHES)
-    if isinstance(sampler, str) or not (
-        hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")
-    ):
-        remedy = "give row numbers with a length, such as torch's RandomSampler"
+    has_length = hasattr(sampler, "__iter__") and hasattr(sampler, "__len__")
+    if isinstance(sampler, str) or not has_length or not len(sampler):
+        remedy = "give row numbers with a length above 0, such as torch's RandomSampler"
         raise SettingError("sampler", name, remedy)

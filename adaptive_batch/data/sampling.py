@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -252,15 +252,15 @@ class SamplerOrder:
             SettingError: the sampler yields batches, or more or fewer rows than its first length.
         """
         if epoch != self._epoch:
-            self._random_state = {"torch": torch.get_rng_state()}
+            random_state = {"torch": torch.get_rng_state()}
             if self._generator is not None:
-                self._random_state["generator"] = self._generator.get_state()
+                random_state["generator"] = self._generator.get_state()
             if hasattr(self._sampler, "set_epoch"):
                 self._sampler.set_epoch(epoch)
             # One row too many shows that there are more.
             numbers = list(islice(self._sampler, self._length + 1))
             name = type(self._sampler).__name__
-            if any(isinstance(number, list | tuple) for number in numbers):
+            if any(getattr(number, "ndim", isinstance(number, Sequence)) for number in numbers):
                 raise SettingError("sampler", name, YIELDS_BATCHES)
             if len(numbers) != self._length:
                 remedy = (
@@ -268,7 +268,9 @@ class SamplerOrder:
                     " in each epoch"
                 )
                 raise SettingError("sampler", name, remedy)
+            # Together, so that the state of the epoch before is kept if a draw fails.
             self._numbers = torch.tensor(numbers, dtype=torch.int64)
+            self._random_state = random_state
             self._epoch = epoch
         return self._numbers
 

@@ -267,6 +267,19 @@ def test_a_sampler_that_yields_other_numbers_of_rows_than_its_first_length_is_re
         next(iter(batches))
 
 
+def test_a_state_after_a_failed_draw_of_a_sampler_resumes():
+    order: list[int] = list(range(NUM_ROWS))
+    sampler = SubsetRandomSampler(order, seeded(1))
+    batches = AdaptiveBatches(Rows(), 3, sampler=sampler)
+    train(batches, epochs=1)
+    sampler.indices = order[:1]
+    with pytest.raises(SettingError):
+        next(iter(batches))
+    sampler = SubsetRandomSampler(order, seeded(2))
+    resumed = AdaptiveBatches(Rows(), 3, sampler=sampler)
+    resumed.load_state_dict(batches.state_dict())
+
+
 def batches_of_rank(done: int) -> list[list[int]]:
     batches = growing(row_length=num_tokens)
     # One rank alone may read the progress, between collectives of all ranks.
@@ -306,7 +319,11 @@ REFUSED: dict[str, list[Any]] = {
     "sampler": [
         "random",
         Unending(),
+        SubsetRandomSampler([]),
         BatchSampler(range(NUM_ROWS), 4, False),
+        # Batches of other types.
+        [range(4), range(4, 8)],
+        torch.arange(8).split(4),
         {"sampler": ByEpoch(), "sampling": Sampling(batch_tokens=30)},
         {"sampler": ByEpoch(), "sampling": Sampling(sample_order="random")},
     ],
