@@ -194,6 +194,9 @@ class ReadAhead:
     def _read(self) -> None:
         """Read the expected rows in the thread."""
         for number in self._expected:
+            # The interpreter waits for this thread before it exits.
+            if not threading.main_thread().is_alive():
+                return
             try:
                 with _reading:
                     self._rows[number] = self._dataset[number]

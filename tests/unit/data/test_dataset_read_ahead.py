@@ -1,6 +1,7 @@
 """Prefetching rows in a thread changes neither rows nor errors nor random numbers."""
 
 import random
+import textwrap
 import threading
 import time
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.examples import examples
+from support.processes import run_python
 
 from adaptive_batch.data import ReadAhead, row_order
 
@@ -160,3 +162,26 @@ def test_an_error_is_raised_when_its_row_is_used():
     epoch.position = 48
     with pytest.raises(ValueError, match="row 50"):
         epoch.take(16)
+
+
+def test_a_process_that_exits_waits_for_one_row_alone():
+    process = run_python(
+        "-c",
+        textwrap.dedent("""
+            import time
+            from adaptive_batch.data import ReadAhead
+
+            class Rows:
+                def __getitem__(self, number):
+                    if number >= 32:
+                        print(number, flush=True)
+                        time.sleep(0.1)
+
+            rows = ReadAhead(Rows())
+            for number in range(32):
+                rows[number]
+            rows.expect(range(32, 132))
+            rows.start()
+        """),
+    )
+    assert 1 <= len(process.stdout.split()) < 50
