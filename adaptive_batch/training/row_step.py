@@ -97,6 +97,7 @@ class RowsOfStep(BatchSource):
         is_divisible &= not any(map(is_unusual, arrays_in(batch)))
         if collated.num_rows != self.num_rows or not is_divisible:
             return self
+        # If rows are collated one by one, reversed rows are in the batch in reverse.
         reversed_batch = self.part(all_rows[::-1])
         # Numbers that are drawn need not change this batch: they may mask a part now and then.
         draws = bool(random_state.changed())

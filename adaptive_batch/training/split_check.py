@@ -257,6 +257,12 @@ class SplitCheck:
     ) -> None:
         """Log what explains a difference: random numbers, noise, an auxiliary loss or padding.
 
+        Args:
+            sample: rows that were compared.
+            result: their comparison.
+            tolerance: difference that rounding may cause.
+            can_keep_columns: whether parts can keep padding; False if each is collated by itself.
+
         Raises:
             SettingError: none of these explains it, or padding does and parts cannot keep it.
         """

@@ -237,6 +237,17 @@ def test_a_forward_that_writes_frozen_parameters_is_refused():
         new_step(model, averages)(rows())
 
 
+def test_a_penalty_that_the_last_part_adds_is_compared(caplog):
+    model = nn.Linear(8, 3)
+
+    def forward_backward(part):
+        loss = mean(model, part.batch) * part.share
+        (loss + part.is_last * model.weight.square().sum()).backward()
+
+    AdaptiveStep(model, forward_backward, micro_batch_size=4)(rows())
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("factor", [1, 0], ids=["and another loss", "alone"])
 def test_an_auxiliary_loss_of_experts_in_the_configuration_causes_one_warning(factor, caplog):
     model = Net()
