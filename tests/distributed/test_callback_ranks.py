@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from support.lightning_modules import TOO_MUCH, Module, rows, trainer_in
+from support.lightning_modules import Module, rows, trainer_in
 from support.processes import run_on_ranks
+from support.sharded_model import run_out_of_memory
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
@@ -121,7 +122,7 @@ class Validates(Sharded):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         inputs, targets = batch
         if self.fails and distributed.rank() == 1 and len(inputs) > 2:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            run_out_of_memory()
         self.log("val_loss", cross_entropy(self.layers(inputs), targets), sync_dist=True)
 
 

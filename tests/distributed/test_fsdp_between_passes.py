@@ -121,25 +121,21 @@ def moved_without_labels() -> tuple[list[float], list[int]]:
 
 
 def everything() -> dict[str, Any]:
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    try:
-        return {
-            "collectives": {
-                (kind, between): collectives_around(make(), between)
-                for kind, make in (
-                    ("parts of its own", lambda: divided(Decoder())),
-                    ("none", Apart),
-                    ("parts by themselves", lambda: Apart(whole=False)),
-                    ("a part of what is divided", inside_another),
-                )
-                for between in ("a validation", "a forward of its own")
-            },
-            "replayed": replayed_after_own_forward(),
-            "in backward": moved_without_labels(),
-        }
-    finally:
-        torch.set_default_dtype(before)
+    return {
+        "collectives": {
+            (kind, between): collectives_around(make(), between)
+            for kind, make in (
+                ("parts of its own", lambda: divided(Decoder())),
+                ("none", Apart),
+                ("parts by themselves", lambda: Apart(whole=False)),
+                ("a part of what is divided", inside_another),
+            )
+            for between in ("a validation", "a forward of its own")
+        },
+        "replayed": replayed_after_own_forward(),
+        "in backward": moved_without_labels(),
+    }
 
 
 @pytest.fixture(scope="module")

@@ -188,15 +188,7 @@ def fillers_that_do_not_fit() -> list[str]:
 
 def everything() -> dict[str, Any]:
     """Return the facts of one rank. The default dtype is that of the factor of gradients."""
-    before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
-    try:
-        return _everything()
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _everything() -> dict[str, Any]:
     world_size = distributed.world_size()
     facts: dict[str, Any] = {"steps": {}}
     for number, deal in enumerate(DEALS):

@@ -12,6 +12,7 @@ import torchtune
 from omegaconf import DictConfig
 from support.model_families import Combination
 from support.runners import report_of, set_limit, sizer_of
+from support.sharded_model import Row, make_rows, whole_gradients
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
@@ -20,7 +21,7 @@ from torchtune.modules.peft import LoRALinear
 
 from adaptive_batch import distributed
 from adaptive_batch.data import MicroBatchLimit
-from adaptive_batch.torchtune import Data, FullModel, Job, Settings, Trainer
+from adaptive_batch.torchtune import Data, Job, Settings, Trainer
 from adaptive_batch.torchtune.checks import TO_PLAN
 from adaptive_batch.torchtune.model import builder_of
 from adaptive_batch.training import StepResult
@@ -60,12 +61,11 @@ class ExactPolicy(nn.Module):
 
 
 class Wired:
-    """Model, task and step of a configuration; FSDP2 shards the models on several ranks.
+    """Task and step of a configuration with exact models; FSDP2 shards them on several ranks.
 
     Args:
         cfg: configuration.
         rows: rows of the dataset.
-        builder: builder of the trained model.
         limit: limit of a micro-batch.
         reference_limit: limit of a separate pass of the reference; None without one.
     """
@@ -75,12 +75,13 @@ class Wired:
         cfg: DictConfig,
         rows: Sequence[Any],
         *,
-        builder: FullModel,
         limit: MicroBatchLimit,
         reference_limit: MicroBatchLimit | None = None,
     ) -> None:
         if reference_limit is not None:
             cfg.reference_micro_batch_size = 1
+        builder = builder_of(cfg)
+        cfg.model = {**EXACT_POLICY, "adapters": "lora_rank" in cfg.model}
         self.job = job = Job(cfg, Settings.from_config(cfg), builder, needs=TO_PLAN)
         self.data = Data(job, rows, packed=False)
         model = self._filled(cfg.model, job.dtype, seed=1)
@@ -114,18 +115,7 @@ class Wired:
         return self.trainer.engine.run(rows, report_of(rows))
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        return {
-            name: parameter.grad.clone()
-            for name, parameter in self.model.named_parameters()
-            if parameter.grad is not None
-        }
-
-
-def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of two gradients relative to their largest entry."""
-    assert one.keys() == other.keys() != set()
-    largest = max(float(gradient.abs().max()) for gradient in one.values())
-    return max(float((one[name] - other[name]).abs().max()) for name in one) / largest
+        return whole_gradients(self.model)
 
 
 # --- preference pairs
@@ -163,10 +153,7 @@ def pairs(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
 
 def job_on_pairs(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
     """Return a float64 job on pairs."""
-    cfg = config_of_pairs(kind, dtype="fp64", micro_batch_layout=layout)
-    builder = builder_of(cfg)
-    cfg.model = {**EXACT_POLICY, "adapters": kind == "LoRA"}
-    return Wired(cfg, rows, builder=builder, **how)
+    return Wired(config_of_pairs(kind, dtype="fp64", micro_batch_layout=layout), rows, **how)
 
 
 def of_all_pairs_at_once(
@@ -237,18 +224,11 @@ def config_of_distillation(kind: str, **keys: Any) -> DictConfig:
     return cfg
 
 
-def rows_of(number: int, *, seed: int = 0) -> list[dict[str, list[int]]]:
-    """Return rows of different lengths. The first tokens of each have no label; row 1 has no
-    labels.
-    """
+def rows_of(number: int, *, seed: int = 0) -> list[Row]:
+    """Return rows of different lengths; row 1 has no labels."""
     generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in torch.randint(5, 40, (number,), generator=generator).tolist():
-        tokens = torch.randint(1, 60, (length,), generator=generator).tolist()
-        prompt = int(torch.randint(1, 4, (1,), generator=generator))
-        rows.append({"tokens": tokens, "labels": [-100] * prompt + tokens[prompt:]})
-    rows[1]["labels"] = [-100] * len(rows[1]["labels"])
-    return rows
+    lengths = torch.randint(5, 40, (number,), generator=generator).tolist()
+    return make_rows(lengths, unlabelled=[1], seed=seed)
 
 
 def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **how: Any) -> Wired:
@@ -256,10 +236,8 @@ def distilling(kind: str, rows: Sequence[Any], *, layout: str | None = None, **h
     kd_loss = {"_component_": "support.exact_tasks.ExactForwardKL"}
     keys = {"dtype": "fp64", "kd_loss": kd_loss, "micro_batch_layout": layout}
     cfg = config_of_distillation(kind, **keys)
-    builder = builder_of(cfg)
-    cfg.model = {**EXACT_POLICY, "adapters": kind == "LoRA"}
     cfg.teacher_model = {**EXACT_POLICY, "adapters": False, "width": 32}
-    return Wired(cfg, rows, builder=builder, **how)
+    return Wired(cfg, rows, **how)
 
 
 def of_all_tokens_at_once(

@@ -2,6 +2,7 @@
 
 import lightning
 import torch
+from support.sharded_model import run_out_of_memory
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -9,8 +10,6 @@ from torch.utils.data import DataLoader
 from adaptive_batch import distributed
 
 NUM_ROWS = 30
-# Bytes whose allocation is an out-of-memory error on every machine.
-TOO_MUCH = 2**50
 
 
 class Module(lightning.LightningModule):
@@ -29,7 +28,7 @@ class Module(lightning.LightningModule):
     def forward(self, inputs):
         is_here = self.rank in (None, distributed.rank())
         if self.limit and is_here and len(inputs) > self.limit:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            run_out_of_memory()
         return self.layers(inputs)
 
     def training_step(self, batch, batch_idx):

@@ -238,7 +238,7 @@ def by_hand(model: Decoder, rows: Sequence[Row]) -> tuple[dict[str, torch.Tensor
     return gradients, loss_sum / divisor, label_tokens
 
 
-def whole_gradients(model: Decoder) -> dict[str, torch.Tensor]:
+def whole_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return the unsharded gradients; zeros for a parameter without a gradient."""
     gradients = {}
     for name, parameter in model.named_parameters():
@@ -266,7 +266,7 @@ def relative_error(found: dict[str, torch.Tensor], expected: dict[str, torch.Ten
     for name, tensor in expected.items():
         largest, apart = float(tensor.abs().max()), float((found[name] - tensor).abs().max())
         errors.append(apart / largest if largest else apart)
-    return max(errors, default=0.0)
+    return max(errors)
 
 
 def training_state(model: nn.Module, *optimizers: torch.optim.Optimizer) -> dict[str, Any]:

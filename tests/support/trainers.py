@@ -7,13 +7,12 @@ from collections import namedtuple
 
 import torch
 from support.loops import collate_features
+from support.sharded_model import run_out_of_memory
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
 from adaptive_batch import distributed
 
 NUM_ROWS = 24
-# Bytes whose allocation is an out-of-memory error on every machine.
-TOO_MUCH = 2**50
 
 
 def rows():
@@ -46,7 +45,7 @@ def limited(model, num_rows, *, modes=(False,), rank=None):
         batch_size = len(next(value for value in keywords.values() if torch.is_tensor(value)))
         is_here = model.training in modes and rank in (None, distributed.rank())
         if num_rows and is_here and batch_size > num_rows:
-            torch.empty(TOO_MUCH, dtype=torch.uint8)
+            run_out_of_memory()
         return forward(*arguments, **keywords)
 
     model.forward = limited_forward
