@@ -21,6 +21,8 @@ import torch
 
 from adaptive_batch.estimate import AllocatorSettings, CachingAllocator
 
+NUM_OPERATIONS, COMPARED_EVERY = 3000, 250
+
 
 def real_segments() -> list[Any]:
     """List PyTorch's segments and their blocks by descending address."""
@@ -90,7 +92,7 @@ def difference(allocator: CachingAllocator) -> dict[str, Any]:
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
+def random_sequence(seed: int) -> dict[str, Any]:
     """Allocate and free at random until the allocators differ; the seed chooses the sizes."""
     draw = random.Random(seed)
     gc.collect()
@@ -103,7 +105,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
     few = [int(2 ** draw.uniform(0, largest)) for _ in range(draw.choice([3, 8, 30]))]
     full = draw.uniform(1, 4) * 2**30  # above this, frees are more frequent than allocations
     found: dict[str, Any] = {}
-    for number in range(1, num_operations + 1):
+    for number in range(1, NUM_OPERATIONS + 1):
         if held and draw.random() < (0.35 if allocator.allocated_bytes < full else 0.7):
             tensor, block = held.pop(draw.randrange(len(held)))
             del tensor
@@ -114,7 +116,7 @@ def random_sequence(seed: int, num_operations: int = 3000) -> dict[str, Any]:
             held.append((tensor, allocator.malloc(size)))
             del tensor
         # PyTorch 2.13 leaks references with each snapshot, so compare rarely.
-        if number % 250 == 0 or number == num_operations:
+        if number % COMPARED_EVERY == 0:
             found = difference(allocator)
         if found:
             break

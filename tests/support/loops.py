@@ -82,14 +82,13 @@ def collate_features(features: Sequence[dict[str, Any]]) -> dict[str, torch.Tens
 class RunsOut:
     """A mean loss that runs out of memory if a micro-batch has too many rows."""
 
-    def __init__(self, model: nn.Module, *, most: int, after: int = 0, times: int = 10**9) -> None:
-        self.model, self.most, self.left, self.times = model, most, after, times
+    def __init__(self, model: nn.Module, *, most: int, times: int = 10**9) -> None:
+        self.model, self.most, self.times = model, most, times
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         rows = len(batch["tokens"])
         loss = token_losses(self.model, batch, "mean")
-        self.left -= 1
-        if rows > self.most and self.left < 0 and self.times > 0:
+        if rows > self.most and self.times > 0:
             self.times -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return loss

@@ -81,9 +81,9 @@ def _used(tree: ast.Module) -> Iterator[str]:
                     yield text
 
 
-def read_table(table: Path = TABLE) -> dict[str, dict[str, str]]:
+def read_table() -> dict[str, dict[str, str]]:
     """Return the rows of the table by name."""
-    with table.open(encoding="utf-8", newline="") as file:
+    with TABLE.open(encoding="utf-8", newline="") as file:
         return {row["name"]: row for row in csv.DictReader(file)}
 
 

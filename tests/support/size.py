@@ -58,16 +58,16 @@ def measure(root: Path) -> dict[str, Counts]:
     return counts
 
 
-def read_limits(table: Path = TABLE) -> dict[str, dict[str, str]]:
+def read_limits() -> dict[str, dict[str, str]]:
     """Return the rows of the table by part."""
-    with table.open(encoding="utf-8", newline="") as file:
+    with TABLE.open(encoding="utf-8", newline="") as file:
         return {row["part"]: row for row in csv.DictReader(file)}
 
 
-def write_limits(counts: Mapping[str, Counts], table: Path = TABLE) -> None:
+def write_limits(counts: Mapping[str, Counts]) -> None:
     """Lower the limits to the counts, and remove the rows of parts that are gone."""
-    limits = read_limits(table)
-    with table.open("w", encoding="utf-8", newline="") as file:
+    limits = read_limits()
+    with TABLE.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, ["part", *UNITS, "reason"], lineterminator="\n")
         writer.writeheader()
         for part, row in limits.items():
