@@ -92,3 +92,15 @@ class RunsOut:
             self.times -= 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         return loss
+
+
+class Scaler(torch.amp.GradScaler):
+    """A gradient scaler that stores the scale of each step."""
+
+    def __init__(self, *, init_scale):
+        super().__init__("cpu", init_scale=init_scale, growth_interval=2)
+        self.scales = []
+
+    def update(self, new_scale=None):
+        self.scales.append(self.get_scale())
+        super().update(new_scale)

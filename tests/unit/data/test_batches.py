@@ -58,13 +58,13 @@ def taken(batches):
     return steps
 
 
-@given(rows=st.integers(1, 100), counts=sizes, epoch=st.integers(0, 3), shuffle=st.booleans())
-@example(rows=6000, counts=[700, 40, 1500], epoch=1, shuffle=True)
+@given(st.integers(1, 100), sizes, st.integers(0, 2**40), st.integers(0, 50), st.booleans())
+@example(6000, [700, 40, 1500], 0, 1, True)
 @examples(50)
-def test_batches_of_all_sizes_keep_the_order_of_the_sampler(rows, counts, epoch, shuffle):
-    sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=0)
+def test_batches_of_all_sizes_keep_the_order_of_torchs_sampler(rows, counts, seed, epoch, shuffle):
+    sampler = DistributedSampler(range(rows), 1, 0, shuffle=shuffle, seed=seed)
     sampler.set_epoch(epoch)
-    batches = of_sizes(rows, counts, shuffle=shuffle)
+    batches = of_sizes(rows, counts, shuffle=shuffle, seed=seed)
     batches.resume(Progress(epoch=epoch))
     in_order = list(sampler)
     position = 0

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.examples import LENGTHS, LIMITS, SHAPES
 
 from adaptive_batch.data import (
     MicroBatchLayout,
@@ -58,18 +59,7 @@ def best_of_all(lengths, max_tokens):
     )
 
 
-UNITS = st.sampled_from(["rows", "tokens"])
-SHAPES = st.builds(
-    MicroBatchLayout,
-    uniform=st.sampled_from([None, "rows", "lengths", "both"]),
-    pad_to_multiple_of=st.integers(1, 8),
-    longest=st.none() | st.integers(1, 40),
-)
-LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
-CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
-
-
-@given(LENGTHS, CAPACITIES, SHAPES)
+@given(LENGTHS, LIMITS, SHAPES)
 def test_each_row_is_in_one_micro_batch_of_its_shape_within_the_limit(lengths, capacity, shapes):
     pieces = micro_batches(lengths, capacity, shapes)
     assert sorted(row for piece in pieces for row in piece.rows) == list(range(len(lengths)))
@@ -101,7 +91,7 @@ TIMES = st.builds(MicroBatchTime, fixed=st.floats(0, 100), token=FACTORS)
 PACKED = MicroBatchLayout(kind="packed")
 
 
-@given(LENGTHS, CAPACITIES, st.sampled_from(["grouped", "packed"]), TIMES)
+@given(LENGTHS, LIMITS, st.sampled_from(["grouped", "packed"]), TIMES)
 def test_each_row_is_grouped_or_packed_once_within_the_limit(lengths, limit, kind, time):
     layout = MicroBatchLayout(kind=kind, time=time)
     pieces = micro_batches(lengths, limit, layout)
@@ -122,7 +112,7 @@ def test_each_row_is_grouped_or_packed_once_within_the_limit(lengths, limit, kin
         assert sizes == sorted(sizes, reverse=True)
 
 
-@given(LENGTHS, CAPACITIES)
+@given(LENGTHS, LIMITS)
 def test_the_fullest_packed_micro_batch_has_several_rows_if_one_has(lengths, limit):
     pieces = micro_batches(lengths, limit, PACKED)
     fullest = limit.fullest(pieces)
@@ -156,9 +146,7 @@ def test_balance_by_rows_equals_torchs_distributed_sampler(num_rows, ranks):
 GROUPED_OR_PACKED = st.builds(MicroBatchLayout, kind=st.sampled_from(["grouped", "packed"]))
 
 
-@given(
-    MANY_LENGTHS | st.lists(st.just(0), max_size=20), RANKS, CAPACITIES, SHAPES | GROUPED_OR_PACKED
-)
+@given(MANY_LENGTHS | st.lists(st.just(0), max_size=20), RANKS, LIMITS, SHAPES | GROUPED_OR_PACKED)
 def test_each_row_is_on_one_rank_in_order_and_each_rank_has_rows_if_possible(
     lengths, ranks, capacity, shapes
 ):
@@ -179,7 +167,7 @@ def test_each_row_is_on_one_rank_in_order_and_each_rank_has_rows_if_possible(
 @given(
     MANY_LENGTHS,
     RANKS,
-    CAPACITIES,
+    LIMITS,
     st.builds(MicroBatchLayout, uniform=st.sampled_from([None, "lengths"]), **ROUNDING),
 )
 def test_no_rank_has_more_micro_batches_than_its_share(lengths, ranks, capacity, shapes):

@@ -2,7 +2,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DistributedSampler
 
 from adaptive_batch.data import ORDERS, row_order
 
@@ -52,10 +51,3 @@ def test_each_epoch_and_each_seed_has_another_order(order, window):
         for epoch in range(5)
     ]
     assert len(set(map(tuple, orders))) == 25
-
-
-@given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 50), st.booleans())
-def test_the_order_equals_that_of_torchs_sampler(num_rows, seed, epoch, shuffle):
-    sampler = DistributedSampler(range(num_rows), 1, 0, shuffle=shuffle, seed=seed)
-    sampler.set_epoch(epoch)
-    assert row_order(num_rows, shuffle=shuffle, seed=seed, epoch=epoch).tolist() == list(sampler)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins import MixedPrecision
 from support.lightning_modules import NUM_ROWS, Module, rows, trained, trainer_in
+from support.loops import Scaler
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, default_collate
@@ -240,18 +241,6 @@ def test_a_release_of_lightning_without_required_names_is_refused(tmp_path, monk
         trained(Module(), tmp_path, [AdaptiveCallback()])
 
 
-class Scaler(torch.amp.GradScaler):
-    """A gradient scaler that stores the scale of each step."""
-
-    def __init__(self):
-        super().__init__("cpu", init_scale=2.0**10, growth_interval=2)
-        self.scales = []
-
-    def update(self, new_scale=None):
-        self.scales.append(self.get_scale())
-        super().update(new_scale)
-
-
 class Overflows(Module):
     """A module with overflowing gradients in one batch."""
 
@@ -264,7 +253,7 @@ class Overflows(Module):
 
 def test_a_gradient_scaler_scales_micro_batches_and_keeps_its_sequence_of_scales(tmp_path):
     def scaled(limit, *callbacks):
-        module, scaler = Overflows(limit=limit), Scaler()
+        module, scaler = Overflows(limit=limit), Scaler(init_scale=2.0**10)
         plugin = MixedPrecision("16-mixed", "cpu", scaler=scaler)
         _, weights = trained(module, tmp_path, callbacks, plugins=[plugin], gradient_clip_val=0.1)
         return module, scaler.scales, weights

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.loops import Scaler
 from support.loops import collate_features as collate
 from support.trainers import NUM_ROWS, limited, llama, rows, trained, trainer_of
 from torch import nn
@@ -492,21 +493,10 @@ def test_trainers_and_datasets_without_a_search_are_refused_with_the_key(tmp_pat
         trained(AdaptiveTrainer, tmp_path, data=Stream(), max_steps=2, adaptive=adaptive)
 
 
-class Scaler(torch.amp.GradScaler):
-    """A gradient scaler that overflows in its first steps and stores the scale of each step."""
-
-    def __init__(self):
-        super().__init__("cpu", init_scale=2.0**66, growth_interval=2)
-        self.scales = []
-
-    def update(self, new_scale=None):
-        self.scales.append(self.get_scale())
-        super().update(new_scale)
-
-
 def scaled(kind, folder, model, **arguments):
     """Train with a gradient scaler, as Trainer does on a GPU; return the run and its scales."""
-    scaler = Scaler()
+    # It overflows in the first steps.
+    scaler = Scaler(init_scale=2.0**66)
 
     class Scales(kind):
         def __init__(self, *given, **named):

@@ -232,10 +232,7 @@ def traced(rows: int, program: list[tuple[int, int]], budget: int) -> Trial:
 def test_two_traces_determine_the_maximum(program, room):
     budget = max(1, int(max(fixed + slope for fixed, slope in program) * room))
     search = Predictive(budget_bytes=budget, maximum=4096)
-    trials = []
-    while (rows := search.candidate) is not None:
-        trials.append(traced(rows, program, budget))
-        search.record(trials[-1])
+    trials = run(search, lambda rows: traced(rows, program, budget))
     true = max((rows for rows in range(1, 4097) if traced(rows, program, budget).fits), default=0)
     assert search.best == true
     assert len(trials) <= 4

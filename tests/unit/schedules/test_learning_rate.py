@@ -16,35 +16,13 @@ from adaptive_batch.schedules import (
     EpochPlan,
     Pace,
     Progress,
-    ReferenceBatch,
     elapsed_steps,
-    parse_reference,
-    scale_learning_rate,
     schedule_factor,
 )
 
 
 def cosine(step):
     return 0.5 * (1 + math.cos(math.pi * step / 10))
-
-
-def test_scaling_follows_the_batch():
-    # The worked example of DeepSpeed's pull request 7104.
-    assert scale_learning_rate(1e-3, 10, 2, "linear") == pytest.approx(5e-3)
-    assert scale_learning_rate(1e-3, 8, 2, "sqrt") == pytest.approx(2e-3)
-    assert scale_learning_rate(1e-3, 8, 2, "none") == 1e-3
-
-
-@pytest.mark.parametrize(
-    ("value", "reference", "text"),
-    [
-        (64, ReferenceBatch(64, "rows"), "64 rows"),
-        ("1.5e6tok", ReferenceBatch(1.5e6, "tokens"), "1500000 tokens"),
-    ],
-)
-def test_a_reference_is_rows_or_tokens(value, reference, text):
-    assert parse_reference("reference_batch_size", value) == reference
-    assert str(reference) == text
 
 
 def test_a_schedule_is_the_factor_of_the_first_base_rate():

@@ -307,28 +307,6 @@ def test_a_collate_function_may_pop_keys_from_its_rows() -> None:
     assert [step.loss for step in train(one)] == [step.loss for step in train(other)]
 
 
-def test_micro_batches_may_have_values_that_cannot_be_divided() -> None:
-    rows = [(torch.randn(5), number % 3) for number in range(8)]
-    net = nn.Linear(5, 3)
-
-    def collate(rows: Any) -> Any:
-        x, y = default_collate(rows)
-        return {"x": x.to_sparse(), "y": y}
-
-    loop = AdaptiveLoop(
-        net,
-        torch.optim.SGD(net.parameters(), lr=RATE),
-        rows,
-        collate=collate,
-        mean_loss=lambda batch: cross_entropy(net(batch["x"].to_dense()), batch["y"]),
-        num_labels=lambda batch: len(batch["y"]),
-        row_length=1,
-        batch_size=8,
-        micro_batch_size=4,
-    )
-    assert loop.run(next(iter(loop))).micro_batches == 2
-
-
 def test_a_resumed_schedule_follows_a_smaller_bound() -> None:
     rule = lambda progress: 4 if progress.steps < 1 else 12  # noqa: E731
     larger, smaller = (training(batch_size_schedule=rule) for _ in range(2))

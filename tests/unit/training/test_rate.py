@@ -81,8 +81,9 @@ def test_a_state_with_other_scaling_is_refused():
     rate = linear(optimizer(0.1), None, "sqrt")
     with pytest.raises(SettingError, match=r"^lr_scaling='sqrt': .* built with linear; resume"):
         rate.load_state_dict(saved)
-    rate = AdaptiveRate(optimizer(0.1), lr_scaling="linear", reference_batch_size=3)
-    with pytest.raises(SettingError, match=r"^reference_batch_size='3 rows': .* built with"):
+    rate = AdaptiveRate(optimizer(0.1), lr_scaling="linear", reference_batch_size="1.5e6tok")
+    says = "^reference_batch_size='1500000 tokens': .* built with 4 rows"
+    with pytest.raises(SettingError, match=says):
         rate.load_state_dict(saved)
 
 

@@ -79,32 +79,24 @@ SHAPES = st.builds(
 )
 
 
-@pytest.mark.slow
 @given(batch=st.lists(rows(), min_size=1, max_size=9), capacity=CAPACITIES, shapes=SHAPES)
-@examples(150)
-def test_any_split_gives_the_gradients_and_the_loss_of_one_batch(batch, capacity, shapes):
-    whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
-    split, found = gradients(batch, capacity, layout=shapes)
-    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # float32
-    assert int(split.num_labels) == int(whole.num_labels)
-    assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
-    assert split.tokens == sum(len(row["tokens"]) for row in batch)
-    assert relative_error(found, expected) <= 1e-12
-
-
-@given(batch=st.lists(rows(), min_size=1, max_size=6), capacity=CAPACITIES)
-@examples(40)
-def test_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity):
-    """Compute them row by row. The tolerance is that of a float32 scale, as in torchtune."""
+@examples(60)
+def test_loss_and_gradients_are_those_of_the_mean_over_all_label_tokens(batch, capacity, shapes):
+    """Any split has those of one batch, and these are computed row by row."""
     net = model()
     counts = [sum(label != IGNORED for label in row["labels"][1:]) for row in batch]
     for one, count in zip(batch, counts, strict=True):
         if count:
             (token_losses(net, collate([one])) * count / sum(counts)).backward()
-    expected = taken_gradients(net)
-    result, found = gradients(batch, capacity)
-    assert int(result.num_labels) == sum(counts)
-    assert relative_error(found, expected) <= 1e-7
+    whole, expected = gradients(batch, MicroBatchLimit(len(batch)))
+    # The tolerance is that of a float32 scale, as in torchtune.
+    assert relative_error(expected, taken_gradients(net)) <= 1e-7
+    split, found = gradients(batch, capacity, layout=shapes)
+    assert relative_error(found, expected) <= 1e-12
+    assert split.loss == pytest.approx(whole.loss, rel=1e-6)  # float32
+    assert int(split.num_labels) == int(whole.num_labels) == sum(counts)
+    assert (split.rows, split.tokens) == (whole.rows, whole.tokens)
+    assert split.tokens == sum(len(row["tokens"]) for row in batch)
 
 
 @pytest.mark.parametrize(

@@ -391,6 +391,11 @@ def with_nested(rows: list[Any]) -> Any:
     return {**collate(rows), "nested": torch.nested.nested_tensor(lengths)}
 
 
+def with_sparse(rows: list[Any]) -> Any:
+    batch = collate(rows)
+    return {**batch, "sparse": batch["tokens"].to_sparse()}
+
+
 def with_rare_masks(rows: list[Any]) -> Any:
     batch = collate(rows)
     return {**batch, "tokens": batch["tokens"] * (random.random() > 0.1)}
@@ -412,6 +417,7 @@ def with_random_lists(rows: list[Any]) -> Any:
         (with_values_of_all_rows, 60),
         (with_columns_of_rows, 60),
         (with_nested, 60),
+        (with_sparse, 60),
         (with_texts_and_nan, 30),
         (with_rare_masks_of_its_own, 60),
         (with_rare_masks, 10),

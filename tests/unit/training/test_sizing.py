@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
+from support.examples import LENGTHS, LIMITS, SHAPES
 from support.processes import run_on_ranks
 from support.runners import build_runner, report_of
 from support.sharded_model import collate
@@ -13,7 +13,7 @@ from support.training_cases import CPU
 from torch import nn
 
 from adaptive_batch import distributed
-from adaptive_batch.data import MicroBatch, MicroBatchLayout, MicroBatchLimit, micro_batches
+from adaptive_batch.data import MicroBatch, MicroBatchLimit, micro_batches
 from adaptive_batch.errors import SettingError
 from adaptive_batch.memory import GIB, Room
 from adaptive_batch.memory.device import CountedMemory
@@ -153,17 +153,6 @@ def test_a_resumed_run_raises_the_limit_like_the_uninterrupted_run():
     assert run.sizer.state_dict() == other.sizer.state_dict()
 
 
-LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=24)
-UNITS = st.sampled_from(["rows", "tokens"])
-CAPACITIES = st.builds(MicroBatchLimit, st.integers(1, 200), UNITS)
-SHAPES = st.builds(
-    MicroBatchLayout,
-    uniform=st.sampled_from([None, "rows", "lengths", "both"]),
-    pad_to_multiple_of=st.integers(1, 8),
-    longest=st.none() | st.integers(1, 40),
-)
-
-
 def smaller_limit(limit, failed, *, memory=None, error=""):
     """Return the requested limit after an OOM of a micro-batch."""
     size = {f"micro_batch_{'size' if limit.unit == 'rows' else 'tokens'}": limit.amount}
@@ -175,7 +164,7 @@ def may_hold(capacity, rows, length):
     return (rows if capacity.unit == "rows" else rows * length) <= capacity.amount
 
 
-@given(LENGTHS, CAPACITIES, SHAPES)
+@given(LENGTHS, LIMITS, SHAPES)
 def test_a_lower_limit_makes_all_micro_batches_smaller(lengths, capacity, shapes):
     for piece in micro_batches(lengths, capacity, shapes):
         lower = smaller_limit(capacity, piece)
