@@ -111,6 +111,10 @@ def test_the_rows_of_the_next_step_are_read_once():
     read = len(dataset.by_main)
     assert epoch.take(8, only=[1, 5]) == [41**2, 45**2]
     assert len(dataset.by_main) == read
+    # Rows that are not expected any more are dropped.
+    wait_until(lambda: not threads())
+    epoch.dataset.expect([])
+    assert (epoch.dataset[dataset.by_thread[-1]], len(dataset.by_main)) == (53**2, read + 1)
 
 
 def test_a_call_for_a_row_stops_the_thread_after_its_row():
@@ -162,6 +166,8 @@ def test_an_error_is_raised_when_its_row_is_used():
     epoch.position = 48
     with pytest.raises(ValueError, match="row 50"):
         epoch.take(16)
+    wait_until(lambda: not threads())
+    assert dataset.by_thread == [32, 48, 50]
 
 
 def test_a_process_that_exits_waits_for_one_row_alone():
