@@ -66,8 +66,8 @@ class Run:
             yield {"kind": "checkpoint", "epoch": epoch, "steps": progress.steps}
         yield {"kind": "end"}
 
-    def records(self):
-        return list(self.process([]))
+    def records(self, kills=()):
+        return [json.loads(line) for line in self.lines(kills)]
 
     def lines(self, kills, *, completes=True):
         """Return the lines of a log.
@@ -152,8 +152,7 @@ CORRUPTIONS = {
 @examples(40)
 def test_a_corrupted_step_fails(name, data, run, kills):
     run = replace(run, batches=tuple(max(2, batch) for batch in run.batches))
-    lines = run.lines([(after, 1.0, lost) for after, _, lost in kills])
-    records = [json.loads(line) for line in lines]
+    records = run.records([(after, 1.0, lost) for after, _, lost in kills])
     assert audit_records(records).holds
     latest = {
         record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"
@@ -170,9 +169,7 @@ def test_a_corrupted_step_fails(name, data, run, kills):
 @given(data=st.data(), run=RUNS, kills=KILLS, torn=st.booleans(), saves_lost=st.booleans())
 def test_a_lost_or_torn_step_fails(data, run, kills, torn, saves_lost):
     """A kill may also lose the following records of saves and of the end of the epoch."""
-    records = [
-        json.loads(line) for line in run.lines([(after, 1.0, lost) for after, _, lost in kills])
-    ]
+    records = run.records([(after, 1.0, lost) for after, _, lost in kills])
     latest = {
         record["step"]: place for place, record in enumerate(records) if record["kind"] == "step"
     }
@@ -222,8 +219,7 @@ def test_a_dropped_row_must_be_recorded_and_not_used():
 
 
 def test_a_note_names_a_repeated_step_that_differs():
-    lines = Run(batches=(4,), save_every=3).lines([(7, 1.0, 0)])
-    records = [json.loads(line) for line in lines]
+    records = Run(batches=(4,), save_every=3).records([(7, 1.0, 0)])
     steps = [record.get("step") for record in records if record["kind"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 4, 5]
     assert "repeats  2 steps; not yet: 0" in audit_records(records).lines
@@ -238,7 +234,7 @@ def test_a_note_names_a_repeated_step_that_differs():
 def test_a_log_without_a_start_fails():
     records = Run().records()
     assert audit_records(records[1:]).problems[0] == "the beginning of the run is not in the log"
-    twice = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
+    twice = Run(save_every=3).records([(7, 1.0, 0)])
     joined = [record for record in twice if not record.get("resumed")]
     problems = audit_records(joined).problems
     assert problems[0].startswith("epoch 0, step 4: rows used twice")
@@ -247,7 +243,7 @@ def test_a_log_without_a_start_fails():
 
 
 def test_a_resumed_run_must_continue_at_its_last_step():
-    records = [json.loads(line) for line in Run(save_every=3).lines([(7, 1.0, 0)])]
+    records = Run(save_every=3).records([(7, 1.0, 0)])
     place = next(i for i, record in enumerate(records) if record.get("resumed"))
     for name in ("samples", "tokens", "epoch_rows", "epoch"):
         start = records[place]
