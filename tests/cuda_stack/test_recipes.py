@@ -10,7 +10,7 @@ import json
 
 import pytest
 import torch
-from support.cli import NUM_ROWS, OURS, TUNE, SmallSetup, make_setup, records
+from support.cli import NUM_ROWS, OURS, TUNE, SmallSetup, block, make_setup, records
 from support.cuda_stack.squeezing import leave
 from support.processes import run_python
 from support.tasks import ADAPTERS, KINDS
@@ -25,11 +25,8 @@ CONTEXT = 500 * MIB  # of the emulated CUDA context
 ROOM = 280 * MIB  # for about half of the rows
 ON_CUDA = ("device=cuda", "probe.round_to_power_of_two=False")
 MAXIMUM = "use_maximum_batch_size=True"
-SQUEEZED = (
-    "metric_logger._component_=support.cuda_stack.squeezing.Squeezing",
-    "metric_logger.after_step=1",
-    "metric_logger.share=0.7",
-)
+SQUEEZING = "support.cuda_stack.squeezing"
+SQUEEZED = block("metric_logger", f"{SQUEEZING}.Squeezing", after_step=1, share=0.7)
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +66,10 @@ def test_training_uses_the_bound_and_twice_the_rows_do_not_fit(setup):
 
 
 def test_the_bound_of_varying_lengths_runs_without_expandable_segments(setup):
-    lengths = (
-        "dataset._component_=support.cuda_stack.squeezing.bimodal_rows",
-        "dataset.number=4000",
-        "dataset.longest=512",
-        "model.max_seq_len=512",
-    )
+    rows = block("dataset", f"{SQUEEZING}.bimodal_rows", number=4000, longest=512)
     folder = run_in_new_interpreter(
         setup,
-        *(*ON_CUDA, *lengths, MAXIMUM, "max_steps_per_epoch=60", "epochs=1"),
+        *(*ON_CUDA, *rows, "model.max_seq_len=512", MAXIMUM, "max_steps_per_epoch=60", "epochs=1"),
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:False",
         EMULATE_CAPACITY=str(CONTEXT + 1536 * MIB),
     )

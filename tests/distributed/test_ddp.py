@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.parallel.distributed import _MixedPrecision
 
-from adaptive_batch import AdaptiveLoop, distributed, find_max_batch_size
+from adaptive_batch import distributed, find_max_batch_size
 from adaptive_batch.errors import DoesNotFitError, SettingError
 from adaptive_batch.training import AdaptiveStep, Part, StepOptions
 
@@ -209,21 +210,26 @@ def test_no_rank_waits_for_one_that_ran_out_of_memory(num_runs):
     assert max(run_on_ranks(many_failures, 2, num_runs, timeout=60)) < 1e-12
 
 
+def refusals_of(*acts: Callable[[], object]) -> list[str]:
+    """Return the message of each refusal."""
+    messages = []
+    for act in acts:
+        with pytest.raises((SettingError, DoesNotFitError)) as refusal:
+            act()
+        messages.append(str(refusal.value))
+    return messages
+
+
 def refused() -> list[str]:
     net = Net().double()
     model = nn.ModuleDict({"ddp": DDP(net), "head": nn.Linear(2, 2)})
     script = Script(replicated())
     script.most_rows = [10**9, 0]
-    messages = []
-    for act in (
+    return refusals_of(
         lambda: AdaptiveStep(model, print),
         lambda: AdaptiveStep(net, print),
         lambda: AdaptiveStep(script.model, script)(batch_of(0, 4)),
-    ):
-        with pytest.raises((SettingError, DoesNotFitError)) as refusal:
-            act()
-        messages.append(str(refusal.value))
-    return messages
+    )
 
 
 def test_parameters_outside_of_ddp_are_refused():
@@ -279,29 +285,13 @@ def refusals_of_hooks() -> list[str]:
     half.mixed_precision = _MixedPrecision(param_dtype=torch.float16)
     optimizer = torch.optim.SGD(hooked.parameters(), lr=0.1)
 
-    def loop() -> AdaptiveLoop:
-        return AdaptiveLoop(
-            hooked,
-            optimizer,
-            [batch_of(0, 1)] * 4,
-            collate=list,
-            mean_loss=Script(hooked),
-            batch_size=2,
-            row_length=1,
-        )
-
-    messages = []
-    for act in (
+    return refusals_of(
         lambda: AdaptiveStep(hooked, Script(hooked)),
-        loop,
+        lambda: training(model=hooked),
         lambda: find_max_batch_size(hooked, optimizer, Script(hooked), lambda n: batch_of(0, n)),
         lambda: step_of(batch_of(0, 4)),
         lambda: AdaptiveStep(half, Script(half), options=OVERLAPS),
-    ):
-        with pytest.raises(SettingError) as refusal:
-            act()
-        messages.append(str(refusal.value))
-    return messages
+    )
 
 
 def test_communication_hooks_and_mixed_precision_of_ddp_are_refused():

@@ -180,11 +180,6 @@ def test_a_stock_configuration_trains_by_its_name_as_in_the_stock_recipe(small):
     overrides = [
         "model=torchtune.models.qwen2.qwen2",
         *(f"model.{key}={value}" for key, value in MODEL.items()),
-        "tokenizer=torchtune.models.qwen2.qwen2_tokenizer",
-        f"tokenizer.path={small.base / 'vocab.json'}",
-        f"tokenizer.merges_file={small.base / 'merges.txt'}",
-        f"tokenizer.special_tokens_path={small.base / 'tokenizer.json'}",
-        f"tokenizer.max_seq_len={MODEL['max_seq_len']}",
         f"checkpointer.checkpoint_dir={small.base}",
         "dataset=torchtune.datasets.instruct_dataset",
         "dataset.source=json",
@@ -200,8 +195,7 @@ def test_the_stock_vision_configuration_trains_by_its_name_as_in_the_stock_recip
     write_vision_base(small.folder / "vision")
     overrides = [
         "model=support.cli.VisionModel",
-        "tokenizer=support.cli.vision_tokenizer",
-        f"tokenizer.path={small.base}",
+        "~tokenizer.image_size",
         "checkpointer=torchtune.training.FullModelTorchTuneCheckpointer",
         f"checkpointer.checkpoint_dir={small.folder / 'vision'}",
         "~checkpointer.checkpoint_files",
@@ -214,7 +208,14 @@ def test_the_stock_vision_configuration_trains_by_its_name_as_in_the_stock_recip
 
 
 def assert_trains_as_stock(small, name, overrides):
-    here = ["device=cpu", "seed=7", f"metric_logger.filename={LOG}"]
+    here = [
+        *("device=cpu", "seed=7", f"metric_logger.filename={LOG}"),
+        "tokenizer=torchtune.models.qwen2.qwen2_tokenizer",
+        f"tokenizer.path={small.base / 'vocab.json'}",
+        f"tokenizer.merges_file={small.base / 'merges.txt'}",
+        f"tokenizer.special_tokens_path={small.base / 'tokenizer.json'}",
+        f"tokenizer.max_seq_len={MODEL['max_seq_len']}",
+    ]
     stock, ours = (
         small.run_in_process(recipe, *overrides, *here, config=name) for recipe in (STOCK, OURS)
     )

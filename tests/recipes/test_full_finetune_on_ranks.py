@@ -9,7 +9,7 @@ import json
 import re
 
 import pytest
-from support.cli import OURS, Finished, records, resumes
+from support.cli import OURS, Finished, block, records, resumes
 from support.stops import asks_at_step
 from support.trajectories import SGD
 
@@ -58,14 +58,9 @@ def test_all_ranks_recount_lengths_after_one_reads_a_changed_row(small):
 
 
 def test_an_interrupted_second_rank_names_the_last_save(small):
-    ends = (
-        "loss=support.components.LossThatEnds",
-        "loss.status=null",
-        "loss.at=6",
-        "loss.rank=1",
-        "save_every_n_steps=1",
-    )
-    attempt = finished(small, "batch_size=2", "epochs=1", *ends, expect=1)
+    ends = block("loss", "support.components.LossThatEnds", status="null", at=6, rank=1)
+    keys = ("batch_size=2", "epochs=1", "save_every_n_steps=1")
+    attempt = finished(small, *keys, *ends, expect=1)
     assert re.search(
         r"interrupted: resume_from_checkpoint=True resumes from \S*/step_2\n", attempt.output
     )

@@ -1,7 +1,7 @@
 """Micro-batches, layouts and out-of-memory errors do not change the rows and losses of steps."""
 
 import pytest
-from support.cli import OURS, figures, records, resume_run, same_weights
+from support.cli import OURS, block, figures, records, resume_run, same_weights
 from support.stops import stopped_after
 from support.trajectories import SGD, run_differences
 
@@ -157,11 +157,8 @@ def test_a_run_survives_real_out_of_memory_errors(small):
         ROWS[0],
         f"dataset.lengths={lengths}",
     )
-    confined = (
-        "metric_logger._component_=support.stops.TakingMemory",
-        "metric_logger.after_step=1",
-        f"metric_logger.bytes_left={200 * 1024**2}",
-    )
+    limit = {"after_step": 1, "bytes_left": 200 * 1024**2}
+    confined = block("metric_logger", "support.stops.TakingMemory", **limit)
     survived = small.run(OURS, *large, *confined)
     undisturbed = small.run_in_process(OURS, *large)
     changes = records(survived, "limit")

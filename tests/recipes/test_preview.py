@@ -6,15 +6,11 @@ import re
 import shutil
 
 import pytest
-from support.cli import OURS, cosine_after, records, resume_run
+from support.cli import OURS, block, cosine_after, records, resume_run
 from support.stops import stopped_after
+from support.trajectories import SCHEDULE, STEPS
 
-KEY = "batch_size_schedule"
-RAMP = (
-    f"{KEY}._component_=adaptive_batch.schedules.steps",
-    f"{KEY}.batch_sizes=[4,8,16]",
-    f"{KEY}.thresholds=[0.5ep,1ep]",
-)
+RAMP = block(SCHEDULE, STEPS, batch_sizes="[4,8,16]", thresholds="[0.5ep,1ep]")
 COSINE = cosine_after(2)
 EQUAL = ("dataset._component_=support.components.OfLengths", f"dataset.lengths={[12] * 32}")
 HEAD = ["from", "step", "sample", "to", "step", "sample", "batch (rows)", "micro-batches"]

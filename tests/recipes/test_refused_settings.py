@@ -197,9 +197,6 @@ REFUSED = {
     ],
 }
 RULES = [  # functions that return invalid values
-    f"batch_increase_function={COMPONENTS}.takes_one",
-    f"{SCHEDULE}=support.components.takes_two",
-    f"batch_increase_function={COMPONENTS}.negative_in_second_epoch",
     f"batch_increase_function={COMPONENTS}.exits_in_second_epoch {PROBE}",
     f"{SCHEDULE}=support.components.raises_in_second_epoch",
     f"{OF_LENGTHS} batch_tokens=100 long_rows=alone"

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from support.cli import FEATURES, OURS, block, records, resume_run, same_weights, weights
 from support.stops import asks_at_step, asks_in_epoch, stopped_after
-from support.trajectories import run_differences
+from support.trajectories import SCHEDULE, STEPS, run_differences
 
 from adaptive_batch.checkpoint import checkpoints_in
 from adaptive_batch.distributed import EXIT_STATUS
@@ -436,10 +436,7 @@ def test_a_failed_asynchronous_save_after_the_last_step_does_not_fail_the_run(sm
 
 
 RAMP = (
-    "batch_size_schedule._component_=adaptive_batch.schedules.linear_ramp",
-    "batch_size_schedule.start=2",
-    "batch_size_schedule.end=8",
-    "batch_size_schedule.over=1ep",
+    *block(SCHEDULE, "adaptive_batch.schedules.linear_ramp", start=2, end=8, over="1ep"),
     "probe.device_memory=64MiB",
 )
 CHANGES = {
@@ -628,9 +625,7 @@ BY_TOKENS = ("batch_tokens=300", "micro_batch_tokens=200", SAVES, "epochs=1", "d
 
 def of_tokens(tokens):
     return (
-        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
-        f"batch_size_schedule.batch_sizes=[{tokens}]",
-        "batch_size_schedule.thresholds=[]",
+        *block(SCHEDULE, STEPS, batch_sizes=[tokens], thresholds=[]),
         "grow_beyond_maximum=True",
     )
 

@@ -5,21 +5,15 @@ from itertools import accumulate
 
 import pytest
 from support import components
-from support.cli import MODEL, OURS, cosine_after, records
+from support.cli import MODEL, OURS, block, cosine_after, records
 from support.stops import stopped_after
-from support.trajectories import run_differences
+from support.trajectories import SCHEDULE, STEPS, run_differences
 
 from adaptive_batch.errors import SettingError
 from adaptive_batch.report import audit
 
-ODD_ROWS = "support.components.WithOddRow"
-ODD = (f"dataset._component_={ODD_ROWS}", "batch_size=2", "epochs=1")
-PLAIN = (
-    "dataset._component_=support.components.WithOddRow",
-    "batch_size=4",
-    "epochs=1",
-    "dataset.row=plain",
-)
+ODD = ("dataset._component_=support.components.WithOddRow", "batch_size=2", "epochs=1")
+PLAIN = (*ODD, "batch_size=4", "dataset.row=plain")
 WHY = {
     "raises": r"cannot be read \(ValueError: no text\)",
     "long": "has 65 tokens, and the model takes 64 at most",
@@ -72,13 +66,8 @@ def test_a_collate_function_that_drops_rows_is_refused(small):
 
 
 def test_a_collate_function_may_create_labels_unless_rows_are_padded_first(small):
-    keys = (
-        f"dataset.lengths={COUNTED}",
-        "epochs=1",
-        "dataset_val=${dataset}",
-        "run_val_every_n_steps=2",
-    )
-    keys = ("dataset._component_=support.components.OfLengths", *keys)
+    rows = block("dataset", "support.components.OfLengths", lengths=COUNTED)
+    keys = (*rows, "epochs=1", "dataset_val=${dataset}", "run_val_every_n_steps=2")
     labelled = small.run_in_process(OURS, *keys)
     making = "support.components.labelling"
     made = ("dataset.columns=[tokens]", f"collate_fn={making}", *keys)
@@ -106,9 +95,7 @@ STALE = {
         "batch_tokens=60",
         "micro_batch_tokens=500",
         "grow_beyond_maximum=True",
-        "batch_size_schedule._component_=adaptive_batch.schedules.steps",
-        "batch_size_schedule.batch_sizes=[60,90]",
-        "batch_size_schedule.thresholds=[150tok]",
+        *block(SCHEDULE, STEPS, batch_sizes="[60,90]", thresholds="[150tok]"),
     ),
     "noticed by trials": ("batch_tokens=60", "probe.objective=largest"),
 }

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from support.cli import block
 from support.paths import ROOT, subprocess_environment
 
 from adaptive_batch.report import audit, read_records
@@ -61,11 +62,7 @@ def test_a_job_that_is_asked_to_end_is_requeued_and_resumes_and_a_finished_job_i
     small, cluster, tmp_path
 ):
     folder, waits = tmp_path / "run", tmp_path / "waits"
-    waiting = (
-        "metric_logger._component_=support.stops.WaitingToBeAsked",
-        "metric_logger.at_step=3",
-        f"metric_logger.file={waits}",
-    )
+    waiting = block("metric_logger", "support.stops.WaitingToBeAsked", at_step=3, file=waits)
     job = start(small, cluster, folder, *waiting)
     while not waits.exists():
         assert job.poll() is None, job.stdout.read()[-3000:]

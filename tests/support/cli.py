@@ -40,7 +40,7 @@ from support.paths import ROOT
 from support.processes import run
 from torch import nn
 from torchtune import training
-from torchtune.models.qwen2 import Qwen2Tokenizer, qwen2, qwen2_tokenizer
+from torchtune.models.qwen2 import qwen2
 from torchtune.models.qwen2._convert_weights import qwen2_tune_to_hf
 
 sys.path.insert(
@@ -476,20 +476,7 @@ class VisionModel(nn.Module):
         return [logits * scales for logits in self.decoder(tokens)]
 
 
-def vision_tokenizer(*, path: str, image_size: int, max_seq_len: int) -> Qwen2Tokenizer:
-    """Build the setup's tokenizer from the stock configuration's arguments of the vision
-    transform.
-    """
-    base = Path(path)
-    return qwen2_tokenizer(
-        path=str(base / "vocab.json"),
-        merges_file=str(base / "merges.txt"),
-        special_tokens_path=str(base / "tokenizer.json"),
-        max_seq_len=max_seq_len,
-    )
-
-
-def pictures(tokenizer: Qwen2Tokenizer, **_: Any) -> list[dict[str, Any]]:
+def pictures(tokenizer: Any, **_: Any) -> list[dict[str, Any]]:
     """Return rows of text with a random picture of one or two tiles each, in the form of
     torchtune's vision datasets.
     """

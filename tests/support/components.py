@@ -26,17 +26,9 @@ def exits_in_second_epoch(epoch, batch_size):
     return sys.exit(0) if epoch == 1 else 0
 
 
-def negative_in_second_epoch(epoch, batch_size):
-    return -epoch
-
-
 def exits(*_, **__):
     """A component or growth function that ends the program with status 0."""
     sys.exit(0)
-
-
-def takes_one(epoch):
-    return 0
 
 
 NOT_CALLABLE = 3
@@ -282,10 +274,6 @@ CALLS = itertools.count()
 
 def another_each_time(progress):
     return 4 + next(CALLS) % 3
-
-
-def takes_two(progress, batch_size):
-    return 4
 
 
 def raises_in_second_epoch(progress):
