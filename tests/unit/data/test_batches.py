@@ -36,11 +36,6 @@ def of_sizes(rows, counts, **batching):
     return Batches(DatasetAdapter(range(rows), 1), batching, NoSizer(None, None))
 
 
-def rows_of_step(plan, step):
-    """Return the rows of step `step` of a plan with a constant batch."""
-    return min(plan.global_rows, plan.rows - step * plan.global_rows)
-
-
 def ahead_of(batches, epochs):
     """Return the remaining steps of a dry run."""
     return list(batches.dry_run(counts_tokens=True).remaining(epochs))
@@ -154,7 +149,8 @@ def test_a_dry_run_of_a_constant_batch_equals_its_plan(rows, batch_size, ranks, 
     batches.resume(Progress())
     walked = ahead_of(batches, 1)
     sizes = [step.rows for step in walked]
-    assert sizes == [rows_of_step(plan, step) for step in range(plan.steps)]
+    global_rows = plan.global_rows
+    assert sizes == [min(global_rows, rows - step * global_rows) for step in range(plan.steps)]
     assert [step.progress.steps for step in walked] == list(range(plan.steps))
     again = EpochPlan.from_sizes(sizes, max_steps=most)
     assert plan.steps <= 1 or again.slots == plan.slots
