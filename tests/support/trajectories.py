@@ -19,16 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from support.cli import (
-    FEATURES,
-    OURS,
-    SmallSetup,
-    block,
-    cosine_after,
-    make_setup,
-    same_weights,
-    weights,
-)
+from support.cli import OURS, SmallSetup, block, cosine_after, make_setup, same_weights, weights
 from support.loops import ROWS, RunsOut, training
 from support.processes import run
 from support.same_state import seed_all
@@ -372,7 +363,12 @@ def train_in_parts(setup: SmallSetup, keys: tuple[str, ...], parts: Sequence[Par
     return finished.output_dir
 
 
-SGD = (*FEATURES["SGD with momentum"], "optimizer.fused=False")
+SGD = (
+    "optimizer=torch.optim.SGD",
+    "optimizer.momentum=0.9",
+    "optimizer.lr=0.1",
+    "optimizer.fused=False",
+)
 KILLS = asks_at_step(KILLED_AT, by=signal.SIGKILL)
 WATCHED = ("model._component_=support.components.watched",)
 
