@@ -6,7 +6,7 @@ Each way is trained once without a kill. Then N runs in total are killed at rand
 resumed with the real command line each time (tests/support/killed_runs.py). Weights of
 every epoch and all figures of every step and validation, except times, are compared bit by bit.
 Repeated steps are compared with their first run, and the audit must succeed. Exits with 1 if
-anything differs, or if no kill hit one of the moments.
+anything differs, or if no kill was aimed at one of the moments.
 """
 
 from __future__ import annotations

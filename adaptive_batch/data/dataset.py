@@ -129,9 +129,8 @@ class DatasetAdapter(Dataset[Any]):
 class ReadAhead:
     """A map-style dataset whose next rows a thread reads while the device is busy.
 
-    torchtune's tokenizers take 4 to 16 ms for 16 rows of 540 tokens. A worker process of a
-    DataLoader would hide that time too, but would draw other random numbers and lose the types of
-    errors.
+    A worker process of a DataLoader would hide the time of tokenizing too, but would draw other
+    random numbers and lose the types of errors.
 
     Expected rows are only a hint: a row that the thread has not read is read on demand. A call for
     any row stops the thread after its current row, so only one row is read at a time. No row is

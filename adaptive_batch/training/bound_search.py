@@ -440,8 +440,7 @@ class BoundSearch:
     @property
     def _leaves_cache(self) -> bool:
         """True if training starts with the allocator's cache of the last trial."""
-        # Only an allocator with a cache has peaks in blocks. Headroom of 1%, which needs the cache,
-        # is for one device, and after a search for the reference other trials follow.
+        # Peaks on a CPU, which has no cache, are known to the byte.
         has_cache = self._memory.granularity_bytes > 1 and distributed.world_size() == 1
         return has_cache and self._scope.reference is None
 

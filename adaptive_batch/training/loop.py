@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from adaptive_batch import distributed
 from adaptive_batch._util import check_built_alike, check_state, check_whole, count, instance_of
@@ -168,6 +169,10 @@ class AdaptiveLoop:
         if isinstance(batch_size_schedule, Seesaw):
             self._batches.couple(lr_scheduler, lr_clock=options.lr_clock)
         self._batches.tell(options.report)
+        # Without a generator of its own, DataLoader would draw a global random number each epoch.
+        self._loader: DataLoader[Any] = DataLoader(
+            rows, batch_sampler=self._batches, collate_fn=list, generator=torch.Generator()
+        )
         # Rows of each step that was yielded and has not been run, the oldest first.
         self._waiting: deque[list[Any]] = deque()
         self._has_reported_start = False
@@ -318,8 +323,7 @@ class AdaptiveLoop:
         """
         self._find_batch_size()
         self._waiting.clear()
-        for numbers in self._batches:
-            rows = [self._step.dataset[number] for number in numbers]
+        for rows in self._loader:
             if self._batches.batching.batch_size_schedule is not None:
                 own_tokens = sum(map(self._step.dataset.length, rows))
                 self._batches.count_tokens(sum(distributed.all_gather(own_tokens)))

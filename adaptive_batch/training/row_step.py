@@ -84,6 +84,9 @@ class RowsOfStep(BatchSource):
         return self._step.make_batch([self._step.labelled_row])
 
     def to_check(self) -> BatchSource:
+        """Return rows that are collated in parts, as in training, if `collate` always returns the
+        same batch for the same rows; else one collated batch.
+        """
         if not self._step.sizer.layout.pads or not self._rows:
             return self
         all_rows = range(self.num_rows)

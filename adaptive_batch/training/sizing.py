@@ -287,10 +287,12 @@ class MicroBatchSizer:
             fitting = self.layout.amount(self.max_batch_size, self.tried_length, unit=limit.unit)
             limit = replace(limit, amount=min(limit.amount, fitting))
             self.throughput = replace(self.throughput, limit=limit)
-        fastest = result.throughput
-        if fastest is not None:
-            self.throughput = fastest
-            self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
+        if result.throughput is not None:
+            self._choose(result.throughput)
+
+    def _choose(self, fastest: Throughput) -> None:
+        self.throughput = fastest
+        self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
 
     # --- out of memory ----------------------------------------------------------------------------
 
@@ -433,9 +435,7 @@ class MicroBatchSizer:
         """
         saved = state["throughput"]
         if saved and saved["kind"] in kinds:
-            fastest: Throughput = from_json(Throughput, saved)
-            self.throughput = fastest
-            self.layout = replace(self.layout, kind=fastest.kind, time=fastest.time)
+            self._choose(from_json(Throughput, saved))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from a saved state, after a search or without one.

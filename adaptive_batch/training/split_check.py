@@ -303,8 +303,8 @@ class SplitCheck:
             if result.difference <= tolerance:
                 if not can_keep_columns:
                     remedy = (
-                        "the model sees padding, of which a part has less; mask it, or pad all rows"
-                        " to one length; or collate mixes values of several rows"
+                        "the model sees padding, of which a part has less, or collate mixes values"
+                        " of several rows; mask padding, or pad all rows to one length"
                     )
                     raise self._refusal(sample, difference_if_cut, noise, remedy)
                 self.keeps_columns = True

@@ -273,7 +273,7 @@ class Training(AnyTraining):
 
         def peak(rows: int) -> int:
             # A gloo thread may keep a buffer for a moment after its collective.
-            return min(trial(rows).peak_bytes or 0 for _ in range(4))
+            return min(trial(rows).peak_bytes or 0 for _ in range(8))
 
         def check(fault: RunsOut) -> tuple[bool, list[str]]:
             with fault:
