@@ -213,9 +213,8 @@ def _call(
     aside.rename(output.with_suffix(".pickle"))
     if "RANK" not in environment:
         sys.exit(status)
-    if dist.is_initialized() and not status:
-        dist.destroy_process_group()
-    # A gloo thread that frees a tensor during the exit of Python would abort the process.
+    # A gloo thread that frees a tensor during the exit of Python, or of its process group, would
+    # abort the process.
     os._exit(status)
 
 
