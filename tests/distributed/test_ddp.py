@@ -186,7 +186,7 @@ def test_the_last_part_may_overlap_with_its_reduction(fails_at):
 
 
 def test_a_rank_that_runs_out_of_memory_in_an_overlapped_last_part_is_lost():
-    _, second = run(overlapped, 3, ranks=2, timeout=60, joins_group=True)
+    _, second = run(overlapped, 3, ranks=2, joins_group=True)
     assert second.error is not None
     assert "RankLostError" in second.error
 
@@ -207,7 +207,7 @@ def many_failures(num_runs: int) -> float:
 
 @pytest.mark.parametrize("num_runs", [25, pytest.param(100, marks=pytest.mark.nightly)])
 def test_no_rank_waits_for_one_that_ran_out_of_memory(num_runs):
-    assert max(run_on_ranks(many_failures, 2, num_runs, timeout=60)) < 1e-12
+    assert max(run_on_ranks(many_failures, 2, num_runs)) < 1e-12
 
 
 def refusals_of(*acts: Callable[[], object]) -> list[str]:

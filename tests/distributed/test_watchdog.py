@@ -45,7 +45,7 @@ def torchrun(
     script = folder / "script.py"
     script.write_text(textwrap.dedent(before) + textwrap.dedent(program))
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks)
-    done = run_python(*launch, *arguments, script, expect=expect, timeout=60)
+    done = run_python(*launch, *arguments, script, expect=expect, timeout=150)
     text, _, root_cause = (done.stdout + done.stderr).partition("Root Cause")
     return text, root_cause
 
@@ -96,7 +96,7 @@ def test_a_rank_whose_collective_times_out_names_the_rank_that_hangs(tmp_path):
         from datetime import timedelta
 
         def read_a_row():
-            time.sleep(100)
+            time.sleep(1000)
 
         def on_a_full_disk(*reason):
             on_end(*reason)
