@@ -33,6 +33,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns: The exit status: 0; 1 if ``check`` finds a problem, ``audit`` fails or ``report`` lacks
     matplotlib; or that of the program of ``emulate`` and ``run``. Invalid arguments exit with 2.
     """
+    parser, commands = _make_parser()
+    # Folders can have arbitrary names, and a terminal may support only ASCII.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        name = options.command
+        remedy = f"see adaptive-batch {name} --help"
+        commands[name].error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
+    try:
+        return _run(options)
+    except SettingError as error:
+        # Prints the usage and exits with 2.
+        commands[options.command].error(str(error))
+    except AdaptiveBatchError as error:
+        print(f"{options.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _make_parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
+    """Return the parser of the command line, and the parser of each command by name."""
     parser = argparse.ArgumentParser(
         prog="adaptive-batch", description="Find, split and grow the batch of a fine-tuning run."
     )
@@ -138,23 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     for command in (emulate, run):
         command.add_argument("program", nargs=argparse.REMAINDER, metavar="-- PROGRAM ...")
-    # Folders can have arbitrary names, and a terminal may support only ASCII.
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
-    options, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        name = options.command
-        remedy = f"see adaptive-batch {name} --help"
-        commands.choices[name].error(f"unrecognized arguments: {' '.join(unknown)}; {remedy}")
-    try:
-        return _run(options)
-    except SettingError as error:
-        # Prints the usage and exits with 2.
-        commands.choices[options.command].error(str(error))
-    except AdaptiveBatchError as error:
-        print(f"{options.command}: {error}", file=sys.stderr)
-        return 1
+    return parser, commands.choices
 
 
 def _number_or_text(text: str) -> int | float | str:

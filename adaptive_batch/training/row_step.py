@@ -262,15 +262,7 @@ class RowStep(PartStep):
         reshard(self.model)
         if self.gradients():
             check_gradients_are_clear(self.model)
-        bound = self.sizer.max_batch_size
-        can_split = self.sizer.may_split or not self.bound_excludes_gradients
-        if bound is not None and report.batch_size > bound and not can_split:
-            remedy = (
-                f"{bound} rows fit without existing gradients, but later micro-batches of a step"
-                " run with gradients in memory; call find_bound again for this batch size, or give"
-                f" {bound} or less"
-            )
-            raise SettingError("batch_size", report.batch_size, remedy)
+        self._check_batch_fits(report.batch_size)
         step_rows = RowsOfStep(self, rows)
         results = self.run_rows(step_rows, report)
         # Loss and number of labels of each part; _forward_backward() returned None without labels.
@@ -310,6 +302,19 @@ class RowStep(PartStep):
             metrics={},
             grad_norm=self.clip(),
         )
+
+    def _check_batch_fits(self, batch_size: int) -> None:
+        """Raise SettingError for a batch that has to be split, if the search expected no split."""
+        bound = self.sizer.max_batch_size
+        if bound is None or batch_size <= bound:
+            return
+        if self.bound_excludes_gradients and not self.sizer.may_split:
+            remedy = (
+                f"{bound} rows fit without existing gradients, but later micro-batches of a step"
+                " run with gradients in memory; call find_bound again for this batch size, or give"
+                f" {bound} or less"
+            )
+            raise SettingError("batch_size", batch_size, remedy)
 
     @cached_property
     def labelled_row(self) -> Row:
