@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.sharded_model import Row, make_rows
 
 from adaptive_batch import distributed
 from adaptive_batch.memory.device import AcceleratorMemory
-from adaptive_batch.probe import DryRun, Trial
+from adaptive_batch.probe import BinarySearch, DryRun, Trial, run_search
 
 pytestmark = pytest.mark.slow
 
@@ -36,6 +37,21 @@ def lowest_peak(run: Callable[[], Trial]) -> int:
     trials = [run() for _ in range(4)]
     assert all(trial.fits for trial in trials)
     return min(trial.peak_bytes or 0 for trial in trials)
+
+
+def searched(sync: bool, smaller: int) -> tuple[int, list[int], list[str]]:
+    """Search where 3 rows fit on rank `smaller` and any number fits on the other one. Return the
+    result, the sizes that were tried, and the names of values that differ after it.
+    """
+    trained = Trained(Way(syncs_every_micro_batch=sync))
+    before = trained.everything()
+    with trained.dry_run() as trial:
+        between_3_and_4 = sum(lowest_peak(partial(trial, size)) for size in (3, 4)) // 2
+    room = between_3_and_4 if distributed.rank() == smaller else 2**40
+    with trained.dry_run(room) as trial:
+        result = run_search(trial, search=BinarySearch(maximum=6))
+    tried = [each.batch_size for each in result.trials]
+    return result.max_batch_size, tried, differences(before, trained.everything())
 
 
 def evaluated(failing: tuple[int, ...]) -> dict[str, Any]:
@@ -84,6 +100,16 @@ def with_retries_on_rank_one() -> Trial:
         budget_bytes=2**39,
     ) as trial:
         return trial(4)
+
+
+@pytest.mark.parametrize(("sync", "smaller"), [(True, 0), (False, 1)])
+def test_the_rank_with_the_least_memory_decides(sync, smaller):
+    (found, other) = run_on_ranks(searched, 2, sync, smaller)
+    assert found == other
+    max_batch_size, tried, differing = found
+    assert max_batch_size == 3
+    assert 4 in tried
+    assert differing == []
 
 
 @pytest.mark.parametrize("failing", [(1,), (0, 1)], ids=str)
