@@ -170,9 +170,14 @@ def count_other_bytes(row: Any) -> int:
         return 0 if is_text else int(row.nbytes)
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
-    if isinstance(row, list | tuple) and row and not isinstance(row[0], int | str):
-        # Collate functions turn a list of floats into float32.
-        return 4 * len(row) if isinstance(row[0], float) else sum(map(count_other_bytes, row))
+    if isinstance(row, list | tuple) and row:
+        first = row[0]
+        # Collate functions turn a list of floats, also of NumPy's, into float32.
+        if "float" in type(first).__name__:
+            return 4 * len(row)
+        # Not each number of a long list is looked at; NumPy's have no dimension.
+        if not isinstance(first, int | str) and getattr(first, "ndim", 1):
+            return sum(map(count_other_bytes, row))
     # Tokens or text in a list, or a value without a size.
     return 0
 
