@@ -171,7 +171,7 @@ def count_other_bytes(row: Any) -> int:
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
     if isinstance(row, list | tuple) and row:
-        first = row[0]
+        first: Any = row[0]
         # Collate functions turn a list of floats, also of NumPy's, into float32.
         if "float" in type(first).__name__:
             return 4 * len(row)
