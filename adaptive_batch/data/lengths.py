@@ -171,12 +171,12 @@ def count_other_bytes(row: Any) -> int:
     if isinstance(row, Mapping):
         return sum(map(count_other_bytes, row.values()))
     if isinstance(row, list | tuple) and row:
-        first: Any = row[0]
+        first = row[0]
         # Collate functions turn a list of floats, also of NumPy's, into float32.
         if "float" in type(first).__name__:
             return 4 * len(row)
         # Not each number of a long list is looked at; NumPy's have no dimension.
-        if not isinstance(first, int | str) and getattr(first, "ndim", 1):
+        if not isinstance(first, int | str) and getattr(first, "ndim", 1) > 0:
             return sum(map(count_other_bytes, row))
     # Tokens or text in a list, or a value without a size.
     return 0
