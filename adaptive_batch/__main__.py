@@ -305,8 +305,9 @@ def _run(options: argparse.Namespace) -> int:
         from adaptive_batch.torchtune import reference_tables
 
         print("\n\n".join(reference_tables().values()))
+        return 0
     # The last command, `configs`, lists all configurations or copies one.
-    elif options.name is None:
+    if options.name is None:
         configs = shipped_configs()
         width = max((len(name) for name, _ in configs), default=0)
         for name, description in configs:

@@ -192,7 +192,8 @@ class Watchdog:
         The first rank to fail prints the reason on stderr: an error of this package as one line,
         any other with its traceback. Ranks that fail later print nothing.
         """
-        # Publish no more lines: the last one shows the other ranks where this rank failed.
+        # Each _end() below exits. Publish no more lines: the last one shows the other ranks where
+        # this rank failed.
         self._is_closed.set()
         facts = error.facts if isinstance(error, RankLostError) else {}
         if isinstance(error, RuntimeError):

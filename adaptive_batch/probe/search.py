@@ -317,11 +317,11 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     end fits, and a steeper line may end earlier. Hence:
 
     1. Grow safely, by slightly less than budget / peak, since real peaks bend upwards in places.
-    2. Follow a line if a third trial lies on it, and a curve ``fixed + c * rows ** power`` if a
+    2. Do not follow a line that hardly grows above the resident bytes: another line fills the
+    budget.
+    3. Follow a line if a third trial lies on it, and a curve ``fixed + c * rows ** power`` if a
     fourth does. Steeper lines often show above the share `KNEE`, so from below it, follow a line
     only to slightly beyond it.
-    3. Do not follow a line that hardly grows above the resident bytes: another line fills the
-    budget.
     4. A peak below the line is noisy, so no three trials will lie on a line: fit a curve to the
     peaks that rise clearly above the noise.
     """
@@ -344,10 +344,10 @@ def next_rows(points: Sequence[Point], rounding: float, resident_known: bool) ->
     # A line through the origin is the steepest possible one.
     if is_proportional:
         return _reach(previous, last, power=1, share=1.0)
-    # Rule 3: skip rows, or a flat peak just below the budget would take one trial for each row.
+    # Rule 2: skip rows, or a flat peak just below the budget would take one trial for each row.
     if resident_known and share_per_row * last.rows < MIN_ROW_SHARE * last.share:
         return max(safe_rows, 1.25 * last.rows)
-    # Rule 2.
+    # Rule 3.
     if power is not None:
         end = _reach(previous, last, power, share=1.0)
         # Rounding may put the end slightly below one more row.

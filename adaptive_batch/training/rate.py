@@ -176,8 +176,10 @@ class AdaptiveRate:
                 )
                 raise SettingError(name, own_batch, remedy)
             batch = sum(distributed.all_gather(own_batch))
+        rates = self.apply(progress, batch=batch)
+        # A call that raised does not count as a step.
         self._num_set += 1
-        return self.apply(progress, batch=batch)
+        return rates
 
     def apply(self, progress: Progress, *, batch: int) -> dict[str, float]:
         """Set the rate of a step whose global batch is known; see :meth:`set`.

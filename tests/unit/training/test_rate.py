@@ -63,6 +63,17 @@ def test_the_clock_of_a_scheduler_is_independent_of_the_batch_size():
     assert rates == pytest.approx([RATE / (1 + step) for step in clock], rel=1e-12)
 
 
+def test_a_call_that_raises_is_no_step_of_the_clock():
+    optimizer = SGD([torch.nn.Parameter(torch.ones(1))], lr=RATE)
+    factors = {0: 1.0, 1: math.nan, 2: 0.25}
+    rate = AdaptiveRate(optimizer, LambdaLR(optimizer, lambda step: factors[step]))
+    assert rate.set()["lr"] == RATE
+    with pytest.raises(SettingError, match="at step 1"):
+        rate.set()
+    factors[1] = 0.5
+    assert rate.set()["lr"] == RATE / 2
+
+
 def test_invalid_optimizers_rows_and_states_are_refused():
     for wrong in (None, [], "AdamW", [3]):
         with pytest.raises(SettingError, match=r"^optimizer=.*give an optimizer, or a list of"):
