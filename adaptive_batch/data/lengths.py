@@ -172,11 +172,12 @@ def count_other_bytes(row: Any) -> int:
         return sum(map(count_other_bytes, row.values()))
     if isinstance(row, list | tuple) and row:
         first = row[0]
-        # Collate functions turn a list of floats, also of NumPy's, into float32.
-        if "float" in type(first).__name__:
-            return 4 * len(row)
-        # Not each number of a long list is looked at; NumPy's have no dimension.
-        if not isinstance(first, int | str) and getattr(first, "ndim", 1) > 0:
+        # One number stands for all numbers of a list, which may be long.
+        if isinstance(first, float) or getattr(first, "ndim", None) == 0:
+            is_float = "float" in str(getattr(first, "dtype", "float"))
+            # Collate functions turn a list of floats into float32.
+            return 4 * len(row) * is_float
+        if not isinstance(first, int | str):
             return sum(map(count_other_bytes, row))
     # Tokens or text in a list, or a value without a size.
     return 0

@@ -304,7 +304,8 @@ class SplitCheck:
                 if not can_keep_columns:
                     remedy = (
                         "the model sees padding, of which a part has less, or collate mixes values"
-                        " of several rows; mask padding, or pad all rows to one length"
+                        " of several rows; mask padding, pad all rows to one length, or let collate"
+                        " keep rows apart"
                     )
                     raise self._refusal(sample, difference_if_cut, noise, remedy)
                 self.keeps_columns = True

@@ -59,4 +59,6 @@ def test_of_a_list_of_numbers_only_the_first_is_looked_at() -> None:
             raise AssertionError(f"{name} of the second entry is read")
 
     assert count_other_bytes({"mask": [np.bool_(True), Untouched()]}) == 0
-    assert count_other_bytes([np.float32(0.5)] * 3) == 12
+    for number in (0.5, np.float32(0.5), np.float64(0.5), torch.tensor(0.5)):
+        assert count_other_bytes([number] * 3) == 12
+    assert count_other_bytes([torch.tensor(5)] * 3) == 0
