@@ -163,9 +163,10 @@ class Settings(Batching):
         use_maximum_batch_size: whether to search for the largest batch that fits in memory, and
             train with it. The batch is limited to the number of rows in an epoch. See
             `probe.round_to_power_of_two`.
-        batch_increase_function: function `f(epoch, batch_size) -> int` that returns the number of
-            rows to add to `batch_size` at the start of each epoch. Give the dotted path of the
-            function, or a block with `_component_` that builds it. See [below](#growth-functions).
+        batch_increase_function: function `f(epoch, batch_size) -> int` that returns the rows to add
+            to `batch_size` at the start of each epoch, not the new size. Give the dotted path of
+            the function, or a block with `_component_` that builds it. See
+            [below](#growth-functions).
         batch_size_schedule: function `rule(progress) -> int` that returns the number of rows in a
             step on one device. With `batch_tokens`, it returns the number of real tokens instead.
             See [below](#batch-size-schedules).
